@@ -1,0 +1,333 @@
+"""One run of one leased task: claim, body, fenced outcome.
+
+This is everything that :meth:`LeasedTask.__call__` puts around the body.
+Celery sends callbacks before it stores a result, so the outcome is committed
+here, before Celery learns of it:
+
+#. claim (a refusal ends here: the body does not run),
+#. the body, while the heartbeat renews,
+#. commit or fail under the fencing token,
+#. only then does Celery see a result or an exception, and tells everybody;
+   the row is marked as announced with the next claim or beat.
+
+Killed before 3: the lease expires and the task runs again. Killed after 3:
+a later copy gets the stored outcome and Celery tells it then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+
+from celery_lease import outcome, report
+from celery_lease.admission import Admission, ignores_result
+from celery_lease.exceptions import (
+    DatabaseUnavailable,
+    LeaseLost,
+    LeaseNotGranted,
+    TaskCancelled,
+)
+from celery_lease.lease import Claim, Encoded, LeaseRef, Message, Verdict
+from celery_lease.running import RunningLease, running
+from celery_lease.runtime import TaskHold, is_pool_child
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ("Execution",)
+
+
+class Execution:
+    """One execution of a leased task in this process.
+
+    Args:
+        admission: The delivered message.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.task = admission.task
+        self.settings = admission.settings
+        self.runtime = admission.runtime
+        self.request = admission.request
+        self.timeout = admission.timeout
+        self.hold: TaskHold | None = None
+        self.lease: RunningLease | None = None
+        #: What Celery's signal will mark as announced.
+        self.outcome_ref: LeaseRef | None = None
+        #: The body has begun: the task may call itself as a plain function.
+        self.entered = False
+        #: ``retry()`` is under way: the next message with this id is its.
+        self.retrying = False
+        #: The lease went to the next message (a retry): nothing is left to commit.
+        self.handed_on = False
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Run the body if the claim is granted.
+
+        Returns:
+            The body's result, or the stored one of an earlier execution.
+
+        Raises:
+            LeaseNotGranted: This copy was turned away.
+            LeaseLost: The outcome was refused, or the body was broken off.
+            Exception: What the body raised, accepted as the task's failure.
+        """
+        started = self.runtime.heartbeat.clock()
+        claim = self.admission.claim()
+        if claim.verdict is not Verdict.GRANTED:
+            try:
+                return self.admission.refused(claim)
+            finally:
+                self.outcome_ref = self.admission.outcome_ref
+        hold = self.hold = self._make_hold(claim, started)
+        tag, keeper = self.admission.tag, self.runtime.keeper
+        self.lease = RunningLease(
+            hold,
+            attempt=claim.attempt,
+            details=json.loads(claim.details) if claim.details else None,
+            margin=self.settings.margin,
+        )
+        self.runtime.heartbeat.add(hold)
+        if tag:
+            keeper.keep(tag, hold, self.settings.heartbeat_interval)
+        try:
+            self.admission.tell_started(claim)
+            return self._run(hold, body)
+        finally:
+            if tag:
+                keeper.leave(tag)
+            self.runtime.heartbeat.discard(hold)
+
+    def _make_hold(self, claim: Claim, started: float) -> TaskHold:
+        assert claim.ref is not None  # noqa: S101 - granted
+        hold = TaskHold(
+            claim.ref,
+            task_name=self.task.name,
+            lease_duration=self.settings.duration,
+            interval=self.settings.heartbeat_interval,
+            lease_until=claim.lease_until,
+            requested_at=started,
+            executor=threading.current_thread(),
+            watch_parent=is_pool_child(),
+            clock=self.runtime.heartbeat.clock,
+        )
+        hold.task = self.task
+        hold.sends_events = self.admission.sends_events
+        return hold
+
+    def _run(self, hold: TaskHold, body: Callable[[], Any]) -> Any:
+        try:
+            result = self._body(hold, body)
+            encoded = outcome.encode(self.task, result)
+        except Exception as exc:  # noqa: BLE001 - every end of a body has its own outcome
+            self._ended_by(hold, exc)
+            raise
+        self._finish(hold, "succeeded", encoded)
+        return result
+
+    def _body(self, hold: TaskHold, body: Callable[[], Any]) -> Any:
+        assert self.lease is not None  # noqa: S101 - set by run()
+        if not self.settings.interrupt:
+            with running(self.lease):
+                return body()
+        with running(self.lease), self.runtime.interrupter.armed() as armed:
+            hold.armed = armed
+            return body()
+
+    def _ended_by(self, hold: TaskHold, exc: Exception) -> None:
+        """Settle the row after an exception; raises instead where the outcome is another."""
+        if self.handed_on:
+            return
+        if isinstance(exc, LeaseLost) or (isinstance(exc, TaskCancelled) and hold.cancel_reason):
+            self._broken_off(hold, exc)
+        elif isinstance(exc, Retry):
+            self._release(hold, cause="retry")
+        elif isinstance(exc, Reject) and exc.requeue:
+            self._release(hold, cause="rejected")
+        elif isinstance(exc, Ignore):
+            self._finish(hold, "succeeded", None, announced=True)
+        elif isinstance(exc, Reject):
+            self._finish(hold, "failed", outcome.encode_error(self.task, exc), announced=True)
+        else:
+            self._finish(hold, "failed", outcome.encode_error(self.task, exc))
+
+    def _broken_off(self, hold: TaskHold, exc: Exception) -> None:
+        if isinstance(exc, TaskCancelled) and hold.status != "lost":
+            self._release(hold, cause="cancelled")
+            raise LeaseNotGranted(hold.ref.task_id, None, None, "cancelled", True) from exc
+        if hold.status != "lost":
+            # The body raised it by itself: it is an Ignore, as Celery knows it.
+            self._finish(hold, "succeeded", None, announced=True)
+            return
+        raise self._lost(hold) from exc
+
+    def _finish(
+        self,
+        hold: TaskHold,
+        state: str,
+        value: Encoded | str | None,
+        *,
+        announced: bool = False,
+    ) -> None:
+        """Commit an outcome under the fence.
+
+        The database decides, even where this process has lost its trust: it
+        alone knows whether the lease is over.
+
+        Raises:
+            LeaseLost: The outcome was refused, or nobody can say.
+        """
+        self.runtime.heartbeat.discard(hold)
+        if hold.lost_reason == "zero_rows":
+            raise self._rejected(hold, value)
+        announced = announced or self._nothing_follows(state)
+        accepted = self._until_answered(
+            hold, lambda timeout: self._write(hold.ref, state, value, announced, timeout)
+        )
+        if not accepted:
+            hold.lose("zero_rows")
+            raise self._rejected(hold, value)
+        if not announced:
+            self.outcome_ref = hold.ref
+        report.committed(self.task, hold.ref, state)
+
+    def _write(
+        self,
+        ref: LeaseRef,
+        state: str,
+        value: Encoded | str | None,
+        announced: bool,  # noqa: FBT001
+        timeout: float,
+    ) -> bool:
+        store = self.runtime.store
+        announce_in = self.settings.duration
+        if state == "failed":
+            return store.fail(
+                ref, str(value), announced=announced, announce_in=announce_in, timeout=timeout
+            )
+        encoded = None if isinstance(value, str) else value
+        return store.commit(
+            ref, encoded, announced=announced, announce_in=announce_in, timeout=timeout
+        )
+
+    def _until_answered(self, hold: TaskHold, write: Callable[[float], Any]) -> Any:
+        """Repeat a write while the lease may still be ours; repeating is safe by its condition."""
+        pause = 0.1
+        while True:
+            try:
+                return write(self.timeout)
+            except DatabaseUnavailable as exc:
+                left = hold.remaining
+                if left <= 0:
+                    hold.lose("deadline")
+                    raise self._lost(hold) from exc
+                time.sleep(min(left, pause * random.uniform(0.5, 1.5)))  # noqa: S311
+                pause = min(pause * 2, 2.0)
+            except SoftTimeLimitExceeded:
+                # The work is done, only its record is under way: ask again what became of it.
+                report.line(logging.WARNING, "soft_time_limit_at_commit", job=hold.ref.task_id)
+
+    def _nothing_follows(self, state: str) -> bool:
+        request = self.request
+        follows = request.errbacks if state == "failed" else request.callbacks
+        stored = not ignores_result(self.task, self.request) or self.task.store_errors_even_if_ignored
+        return not (stored or follows or request.chain or request.chord)
+
+    def _release(self, hold: TaskHold, *, cause: str) -> None:
+        self.runtime.heartbeat.discard(hold)
+        released = self._until_answered(
+            hold,
+            lambda timeout: self.runtime.store.release(
+                hold.ref, cause=cause, charge=False, dispatch=False, timeout=timeout
+            ),
+        )
+        if released is None:
+            hold.lose("zero_rows")
+            raise self._lost(hold)
+        report.released(self.task, hold.ref, cause)
+
+    def _rejected(self, hold: TaskHold, value: Encoded | str | None) -> LeaseLost:
+        digest, size = outcome.digest(value)
+        report.rejected(self.task, hold.ref, digest=digest, size=size)
+        try:
+            self.runtime.store.note(
+                hold.ref,
+                "result_rejected",
+                cause=hold.lost_reason,
+                facts={"sha256": digest, "bytes": size},
+                timeout=self.timeout,
+            )
+        except DatabaseUnavailable as exc:
+            report.line(logging.WARNING, "rejection_not_noted", job=hold.ref.task_id, error=str(exc))
+        return self._lost(hold)
+
+    def _lost(self, hold: TaskHold) -> LeaseLost:
+        if hold.sends_events:
+            reason = hold.lost_reason or "deadline"
+            lost = LeaseLost(hold.ref.task_id, hold.ref.fencing_token, reason)
+            report.send_event(
+                self.task,
+                "task-lease-lost",
+                reason=reason,
+                lease_token=hold.ref.fencing_token,
+                exception=repr(lost),
+            )
+        return LeaseLost(hold.ref.task_id, hold.ref.fencing_token, hold.lost_reason or "deadline")
+
+    # -- retry ---------------------------------------------------------------
+
+    def hand_on(self, *, retries: int, due_in: float, message: Message | None) -> int:
+        """Give the lease to the next message of this task, before that is published.
+
+        Args:
+            retries: The next message's number of retries.
+            due_in: Seconds until it is due.
+            message: The next message, for the reaper.
+
+        Returns:
+            The dispatch number the next message has to carry.
+
+        Raises:
+            LeaseLost: Only the owner may publish, and that is somebody else now.
+        """
+        hold = self.hold
+        assert hold is not None  # noqa: S101 - only a running body retries
+        self.runtime.heartbeat.discard(hold)
+        number = self._until_answered(
+            hold,
+            lambda timeout: self.runtime.store.release(
+                hold.ref,
+                cause="retry",
+                charge=False,
+                dispatch=True,
+                due_in=due_in,
+                message=message,
+                retries=retries,
+                timeout=timeout,
+            ),
+        )
+        if number is None:
+            hold.lose("zero_rows")
+            raise self._lost(hold)
+        self.handed_on = True
+        report.released(self.task, hold.ref, "retry")
+        return int(number)
+
+    def sent_on(self, number: int, due_in: float) -> None:
+        """The next message is with the broker: a reaper need not send it."""
+        resend = due_in + max(self.settings.duration, 30.0)
+        try:
+            self.runtime.store.dispatched(
+                [(self.request.id, number, resend)], timeout=self.timeout
+            )
+        except DatabaseUnavailable as exc:
+            # A reaper sends a second copy, which the claim turns away.
+            report.line(logging.WARNING, "dispatch_not_noted", job=self.request.id, error=str(exc))

@@ -1,0 +1,207 @@
+"""The main process's view of a leased message: what is acknowledged, and when.
+
+Runs in the worker's event loop, so nothing here waits: what needs the database
+is left with the :class:`~celery_lease.desk.Desk`. Three ends of a copy that
+Celery does not know:
+
+* turned away for good: acknowledged, nothing else,
+* turned away because an owner lives, or stale: *forgotten*, which frees the
+  prefetch slot and leaves the broker's entry alone, since that may be the
+  live copy's,
+* no answer from the database: postponed in this worker, unacknowledged.
+
+A child that died is no failure of its task: the lease is released and the
+task sent again, until its attempts are spent.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.worker.request import Request
+from celery.worker.state import task_ready
+
+from celery_lease import outcome, report
+from celery_lease.broker import forget
+from celery_lease.desk import Desk
+from celery_lease.exceptions import LeaseLost, LeaseNotGranted
+from celery_lease.options import is_leased, settings_of
+from celery_lease.runtime import new_owner
+
+if TYPE_CHECKING:
+    from celery_lease.config import Settings
+    from celery_lease.lease import LeaseRef
+
+__all__ = ("LeasedRequest",)
+
+_LONGEST_POSTPONE = 30.0
+
+
+class LeasedRequest(Request):  # type: ignore[misc]
+    """A request for a leased task."""
+
+    def __init__(self, message: Any, headers: Any = None, **options: Any) -> None:
+        super().__init__(message, headers=headers, **options)
+        self._lease_settings: Settings | None = None
+        self._lease_owner = ""
+        self._lease_postponed = 0
+        self._lease_after: list[Callable[[], Any]] = []
+        if is_leased(self._task):
+            self._lease_settings = settings_of(self._task)
+            self._lease_owner = new_owner(self._hostname)
+            self._hand_over(headers if headers is not None else message.headers)
+
+    def _hand_over(self, headers: Any) -> None:
+        """Give the child the raw message, so that the row can keep it byte for byte.
+
+        The body is the same object that Celery sends to the child anyway, so
+        pickle sends it once. It travels among the properties, which, unlike
+        headers, are never copied to the next message.
+        """
+        eventer = self._eventer
+        self._request_dict["properties"] = {
+            **(self._request_dict.get("properties") or {}),
+            "lease": {
+                "owner": self._lease_owner,
+                "body": None if self._decoded else self._body,
+                "content_type": self._content_type,
+                "content_encoding": self._content_encoding,
+                "headers": dict(headers or {}),
+                "events": bool(eventer and eventer.enabled and self._task.send_events),
+            },
+        }
+
+    @property
+    def _desk(self) -> Desk:
+        return Desk.of(self._app)
+
+    # -- the ends of a copy --------------------------------------------------
+
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """Tell the ends that Celery does not know from those it does."""
+        exc = exc_info.exception
+        if isinstance(exc, ExceptionWithTraceback):
+            exc = exc.exc
+        if self._lease_settings is None:
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        if isinstance(exc, LeaseNotGranted):
+            return self._turned_away(exc)
+        if isinstance(exc, LeaseLost):
+            task_ready(self)
+            return self._forget()
+        if isinstance(exc, TimeLimitExceeded):
+            return self._fenced(
+                exc, partial(super().on_failure, exc_info, send_failed_event, return_ok)
+            )
+        if self._is_child_lost(exc):
+            return self._child_lost(exc)
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:  # noqa: FBT001
+        """Fail the task at its hard time limit only if its lease is still its own."""
+        then = partial(super().on_timeout, soft, timeout)
+        if soft or self._lease_settings is None:
+            then()
+        else:
+            self._fenced(TimeLimitExceeded(timeout), then)
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: FBT001, FBT002
+        """The connection was lost and Celery kills the child: hand its lease back."""
+        super().cancel(pool, signal, emit_retry)
+        self._settle(lambda: self._desk.hand_back(self.id, self._lease_owner, "connection_lost"))
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:  # noqa: FBT001
+        super()._announce_revoked(reason, terminated, signum, expired)
+        self._settle(lambda: self._desk.cancel(self.id, self._lease_owner, reason))
+
+    def _turned_away(self, exc: LeaseNotGranted) -> None:
+        task_ready(self)
+        if exc.reason == "unavailable":
+            self._postpone()
+        elif exc.final:
+            self.acknowledge()
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        if self.acknowledged:
+            return
+        if forget(self._message):
+            self.acknowledged = True
+        else:
+            # This transport has one entry per copy; the row carries the task on.
+            self.acknowledge()
+
+    def _postpone(self) -> None:
+        """Keep the copy, unacknowledged, and try it again in a while."""
+        consumer = self._desk.consumer
+        if consumer is None or self.acknowledged:
+            self.reject(requeue=True)
+            return
+        delay = min(2.0**self._lease_postponed, _LONGEST_POSTPONE) * random.uniform(0.5, 1.0)  # noqa: S311
+        self._lease_postponed += 1
+        self.time_start = self.worker_pid = self._apply_result = None
+        qos = consumer.qos
+        qos.increment_eventually()
+        report.line(logging.WARNING, "job_postponed", job=self.id, seconds=round(delay, 1))
+        consumer.timer.call_after(delay, self._resume, (consumer, qos))
+
+    def _resume(self, consumer: Any, qos: Any) -> None:
+        # A new connection has a new qos, and the broker delivers the message there again.
+        if consumer.qos is qos and not self.acknowledged:
+            consumer.apply_eta_task(self)
+
+    # -- children ------------------------------------------------------------
+
+    def _is_child_lost(self, exc: BaseException) -> bool:
+        if self._already_cancelled or self._already_revoked or isinstance(exc, Terminated):
+            return False
+        return isinstance(exc, (WorkerLostError, SystemExit, KeyboardInterrupt))
+
+    def _child_lost(self, exc: BaseException) -> None:
+        task_ready(self)
+        report.line(
+            logging.WARNING, "child_lost", job=self.id, pid=self.worker_pid, error=type(exc).__name__
+        )
+
+        def settle() -> None:
+            found = self._desk.child_lost(self.id, self._lease_owner)
+            if found == "unclaimed":
+                self._desk.on_loop(partial(self.reject, requeue=True))
+            else:
+                self._desk.on_loop(self._forget)
+
+        self._settle(settle)
+
+    def _fenced(self, exc: TimeLimitExceeded, then: Callable[[], Any]) -> None:
+        """Do what Celery does at a hard time limit, once the row has accepted the failure."""
+        self._lease_after.append(then)
+        if len(self._lease_after) > 1 or self._lease_settings is None:
+            return
+        error = outcome.encode_error(self._task, exc)
+        announce_in = self._lease_settings.duration
+
+        def settle() -> None:
+            ref = self._desk.fail(self.id, self._lease_owner, error, announce_in=announce_in)
+            self._desk.on_loop(partial(self._after_fence, ref))
+
+        self._settle(settle)
+
+    def _after_fence(self, ref: LeaseRef | None) -> None:
+        if ref is None:
+            task_ready(self)
+            self._forget()
+            return
+        for call in self._lease_after:
+            call()
+        self._settle(lambda: self._desk.announce(ref))
+
+    def _settle(self, work: Callable[[], Any]) -> None:
+        if self._lease_settings is not None:
+            self._desk.submit(work, patience=self._lease_settings.duration)
