@@ -1,0 +1,245 @@
+"""The lease database: one engine, bounded calls, few kinds of error.
+
+:meth:`Database.run` is the only way that a statement of the store takes. It
+answers within a bound, or raises
+
+- ``DatabaseUnavailable``: not reached, cut off, overdue, shutting down. The
+  statement may or may not have been done; callers treat every one as open.
+- ``SchemaOutdated``: the tables are missing or older than this release.
+
+A *held* connection that turns out to be dead is replaced once without a word.
+That is right because every statement of the store may be repeated: its condition
+finds the row as the first run left it.
+
+Makes no connection before it is needed, and none survives a fork.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from celery.exceptions import ImproperlyConfigured
+from sqlalchemy import Engine, NullPool, create_engine
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from celery_lease.address import checked_url
+from celery_lease.connections import FreshConnections, HeldConnections, Overdue, Rows
+from celery_lease.dialects import Dialect, Names, Script, dialect_named
+from celery_lease.exceptions import DatabaseUnavailable, SchemaOutdated
+from celery_lease.schema import SCHEMA_VERSION
+from celery_lease.sql import scripts
+
+__all__ = ("Database",)
+
+_CONNECT_TIMEOUT = 5
+_CONFLICTS = ("40001", "40P01")
+_CONFLICT_RETRIES = 3
+#: Read-only: a standby after a failover.
+_UNAVAILABLE_STATES = ("25006",)
+_MISSING_STATES = ("42P01", "42703", "3F000")
+_MISSING_WORDS = ("no such table", "no such column")
+_LOCKED_WORDS = ("locked", "busy")
+_LOCKED_PAUSE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    engine: Engine
+    connections: HeldConnections | FreshConnections
+
+
+class Database:
+    """The lease database as one process sees it.
+
+    Args:
+        url: SQLAlchemy URL, ``lease_url``.
+        engine_options: ``lease_engine_options``.
+        schema: Database schema of the tables.
+
+    Raises:
+        celery.exceptions.ImproperlyConfigured: The URL is bad, or its driver is
+            missing.
+    """
+
+    def __init__(
+        self,
+        url: str | URL,
+        engine_options: Mapping[str, Any] | None = None,
+        *,
+        schema: str | None = None,
+    ) -> None:
+        self.url = checked_url(url)
+        self.schema = schema
+        self.names = Names.of(schema)
+        self.dialect: Dialect = dialect_named(self.url.get_backend_name())
+        self.scripts = scripts(self.dialect, schema)
+        self._options = dict(engine_options or {})
+        self._opened: dict[str, _Opened] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, made at its first use; it connects when it is asked to."""
+        return self._open().engine
+
+    def load_driver(self) -> None:
+        """Import what a connection needs, and connect to nothing.
+
+        A process that forks children does it for all of them: imported in each
+        child it would cost their first claims more than a second together.
+        """
+        self._open()
+
+    def run(self, script: str, params: dict[str, Any], *, timeout: float) -> Rows:
+        """Run one of the scripts and return the rows of its answer.
+
+        Args:
+            script: Its name.
+            params: Values of its placeholders; more may be given.
+            timeout: Seconds that the call may take.
+
+        Raises:
+            DatabaseUnavailable: No answer; what was asked may have been done.
+            SchemaOutdated: The tables are not those of this release.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            connections = self._open().connections
+            if isinstance(connections, HeldConnections):
+                return _run_held(connections, self.scripts[script], params, deadline)
+            return _run_fresh(connections, self.scripts[script], params, deadline)
+        except Overdue:
+            raise DatabaseUnavailable(f"no answer within {timeout:g} s") from None
+        except PoolTimeoutError as error:
+            raise DatabaseUnavailable(str(error)) from error
+        except DBAPIError as error:
+            if _is_missing(error) and script != "version":
+                raise self._outdated(deadline) from error
+            if _is_unavailable(error):
+                raise DatabaseUnavailable(_detail(error)) from error
+            raise
+
+    def version(self, *, timeout: float) -> int:
+        """Return the version of the tables; 0 if there are none."""
+        try:
+            rows = self.run("version", {}, timeout=timeout)
+        except DBAPIError as error:
+            if _is_missing(error):
+                return 0
+            raise
+        return rows[0][0] or 0
+
+    def close_idle(self, seconds: float) -> None:
+        """Close connections that have not been used for so long."""
+        for opened in self._opened.values():
+            opened.connections.close_idle(seconds)
+
+    def dispose(self) -> None:
+        """Close all connections; the next call opens new ones."""
+        for opened in self._opened.values():
+            opened.connections.close_idle(-1.0)
+            opened.engine.dispose()
+
+    def _open(self) -> _Opened:
+        opened = self._opened.get("")
+        if opened is None:
+            engine = self._created()
+            kind = FreshConnections if self.dialect.name == "sqlite" else HeldConnections
+            # One step for all threads, without a lock that a fork could find taken.
+            opened = self._opened.setdefault("", _Opened(engine, kind(engine)))
+        return opened
+
+    def _created(self) -> Engine:
+        options = {"hide_parameters": True, **self._options}
+        given = dict(options.pop("connect_args", None) or {})
+        if self.dialect.name == "sqlite":
+            # A connection per transaction: none may be open while the process forks.
+            options["poolclass"] = NullPool
+        else:
+            # PgBouncer in transaction mode knows no prepared statements across transactions.
+            # One question less at the first connection; there is no hstore in the tables.
+            options.setdefault("use_native_hstore", False)
+            defaults = {"prepare_threshold": None, "connect_timeout": _CONNECT_TIMEOUT}
+            # What the URL says counts as given.
+            given = {
+                **{key: value for key, value in defaults.items() if key not in self.url.query},
+                **given,
+            }
+        try:
+            return create_engine(self.url, connect_args=given, **options)
+        except (TypeError, SQLAlchemyError) as error:
+            raise ImproperlyConfigured(
+                f"lease_engine_options: keys {sorted(self._options)} are not legal for"
+                f" {self.url.drivername}: {error}"
+            ) from error
+
+    def _outdated(self, deadline: float) -> SchemaOutdated:
+        found = self.version(timeout=max(deadline - time.monotonic(), 1.0))
+        # The right version without its tables: they lie where this connection does not look.
+        return SchemaOutdated(found if found != SCHEMA_VERSION else 0, SCHEMA_VERSION)
+
+
+def _run_held(
+    connections: HeldConnections, script: Script, params: dict[str, Any], deadline: float
+) -> Rows:
+    conflicts = 0
+    while True:
+        held, new = connections.take(deadline)
+        try:
+            return connections.run(held, script, params, deadline)
+        except DBAPIError as error:
+            if _state(error) in _CONFLICTS and conflicts < _CONFLICT_RETRIES:
+                conflicts += 1
+            elif not new and _is_disconnect(error):
+                # One is dead, so the others that lay there are suspect: begin anew.
+                connections.close_idle(-1.0)
+            else:
+                raise
+
+
+def _run_fresh(
+    connections: FreshConnections, script: Script, params: dict[str, Any], deadline: float
+) -> Rows:
+    while True:
+        try:
+            return connections.run(script, params, deadline)
+        except OperationalError as error:
+            # SQLite waits by itself, except where waiting could never end.
+            locked = any(word in str(error.orig) for word in _LOCKED_WORDS)
+            if not locked or time.monotonic() + _LOCKED_PAUSE >= deadline:
+                raise
+        time.sleep(_LOCKED_PAUSE)
+
+
+def _state(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
+
+
+def _is_missing(error: DBAPIError) -> bool:
+    text = str(error.orig)
+    return _state(error) in _MISSING_STATES or any(word in text for word in _MISSING_WORDS)
+
+
+def _is_disconnect(error: DBAPIError) -> bool:
+    # A conflict that was retried too often is an OperationalError as well, but has a state
+    # of its own; a dead connection has none, or one of these classes.
+    state = _state(error)
+    return isinstance(error, (OperationalError, InterfaceError)) and (
+        state is None or state.startswith(("08", "57P"))
+    )
+
+
+def _is_unavailable(error: DBAPIError) -> bool:
+    return (
+        isinstance(error, (OperationalError, InterfaceError))
+        or _state(error) in _UNAVAILABLE_STATES
+    )
+
+
+def _detail(error: DBAPIError) -> str:
+    lines = str(error.orig).strip().splitlines()
+    return lines[0] if lines else type(error.orig).__name__
