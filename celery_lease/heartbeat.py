@@ -157,8 +157,12 @@ class Heartbeat:
             flush: Whether to flush first what still waits.
             timeout: Seconds to wait for each thread.
         """
-        self._talker.stop(timeout)
-        self._watcher.stop(timeout)
+        loops = (self._talker, self._watcher)
+        with self._starting:  # each would start the other again
+            for loop in loops:
+                loop.stop()
+        for loop in loops:
+            loop.join(timeout)
         if flush and self._flush is not None and self._flush_at != math.inf:
             self._tell(self._flush, timeout)
         self.reset()

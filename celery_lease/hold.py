@@ -178,7 +178,8 @@ class Hold:
         pause = min(1.0, self.interval / 4) * 2 ** min(self.failures, 16)
         pause = min(pause, self.interval / 2) * random.uniform(0.75, 1.0)  # noqa: S311 - jitter
         self.failures += 1
-        self.due_at = instant + max(_LEAST_RETRY, min(pause, (self.trusted_until - instant) / 2))
+        near_the_end = max(_LEAST_RETRY, (self.trusted_until - instant) / 2)
+        self.due_at = instant + min(pause, near_the_end)
 
     def is_news(self, instant: float) -> bool:
         """Whether it has become unknown, and nobody was told since the last confirmation."""

@@ -52,26 +52,33 @@ class Loop:
         self._step = step
         self._bell = _Bell()
         self._thread: threading.Thread | None = None
+        self._stopped = False
 
     def is_alive(self) -> bool:
         """Whether the thread runs; in a forked child it does not."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread.
+        """Start the thread, unless the loop was stopped, which is for ever.
 
         Raises:
             RuntimeError: The system has no thread left.
         """
+        if self._stopped:
+            return
         thread = threading.Thread(target=self._run, name=f"celery-lease-{self._name}", daemon=True)
         # Noted first: a thread that is not the noted one ends by itself.
         self._thread = thread
         thread.start()
 
-    def stop(self, timeout: float) -> None:
-        """End the thread after its present step, and wait for it so many seconds."""
-        thread, self._thread = self._thread, None
+    def stop(self) -> None:
+        """Let the thread end after its present step, and start no other."""
+        self._stopped = True
         self._bell.ring()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread's end, so many seconds at most."""
+        thread = self._thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(timeout)
 
@@ -80,7 +87,7 @@ class Loop:
         self._bell.ring()
 
     def _run(self) -> None:
-        while self._thread is threading.current_thread():
+        while not self._stopped and self._thread is threading.current_thread():
             try:
                 pause = self._step()
             except BaseException:  # noqa: BLE001 - the thread must live on
