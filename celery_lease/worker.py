@@ -34,6 +34,9 @@ __all__ = ("LeaseConsumer", "LeaseWorker", "install", "make_reaper")
 
 log = logging.getLogger("celery_lease")
 
+#: Seconds between two looks for children that have died.
+_LOOK = 0.2
+
 
 def install(app: Celery) -> None:
     """Add the worker's parts to an app; a second call changes nothing."""
@@ -134,10 +137,25 @@ class LeaseConsumer(bootsteps.StartStopStep):  # type: ignore[misc]
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, **options)
+        self._look: Any = None
+
+    def include_if(self, consumer: Any) -> bool:
+        """Only where a task is leased."""
+        return bool(leased_tasks(consumer.app))
+
     def start(self, consumer: Any) -> None:
         """A connection is up."""
         Desk.of(consumer.app).consumer = consumer
+        # A child's exit can be signalled before the child can be reaped; the
+        # pool then looks again only after five seconds.
+        if consumer.hub is not None and self._look is None:
+            self._look = consumer.hub.call_repeatedly(_LOOK, consumer.pool.maintain_pool)
 
     def stop(self, consumer: Any) -> None:
         """The connection is going."""
         Desk.of(consumer.app).consumer = None
+        look, self._look = self._look, None
+        if look is not None:
+            look.cancel()
