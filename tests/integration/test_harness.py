@@ -431,7 +431,8 @@ def test_a_module_that_skips_itself_is_an_error_in_ci(tmp_path: Path) -> None:
 
 
 def _pytest(folder: Path, ci: str) -> str:
-    path = os.pathsep.join([str(TESTS), str(Path(servers.__file__).parents[1])])
+    places = [str(TESTS), str(Path(servers.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, places))
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "--rootdir", str(folder), str(folder)],
