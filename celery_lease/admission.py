@@ -104,7 +104,12 @@ class Admission:
             "eta": eta.isoformat() if eta else None,
         }
         return successor(
-            self.request, self.delivered, self._serializer, args=args, kwargs=kwargs, headers=headers
+            self.request,
+            self.delivered,
+            self._serializer,
+            args=args,
+            kwargs=kwargs,
+            headers=headers,
         )
 
     @property

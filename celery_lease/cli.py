@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ("lease", "main")
 
-_UNUSABLE = 3
-
 
 @click.group(help="Leases of tasks: tables, reaper, and what became of a task.")
 @click.pass_context
@@ -51,10 +49,10 @@ def _database(context: click.Context) -> Database:
         raise click.UsageError(str(exc)) from exc
 
 
-def _unusable(error: Exception) -> click.ClickException:
-    problem = click.ClickException(str(error))
-    problem.exit_code = _UNUSABLE
-    return problem
+class _Unusable(click.ClickException):
+    """The lease database or its tables cannot be used."""
+
+    exit_code = 3
 
 
 @lease.command(cls=CeleryCommand)
@@ -77,7 +75,7 @@ def migrate(context: click.Context, sql: bool) -> None:  # noqa: FBT001
         migrations.upgrade(database.engine, schema=database.schema)
         after = database.version(timeout=10)
     except (DatabaseUnavailable, SchemaOutdated) as exc:
-        raise _unusable(exc) from exc
+        raise _Unusable(str(exc)) from exc
     finally:
         database.dispose()
     click.echo(
@@ -105,7 +103,7 @@ def reap(context: click.Context, once: bool) -> None:  # noqa: FBT001
     try:
         check_schema(database)
     except (DatabaseUnavailable, SchemaOutdated) as exc:
-        raise _unusable(exc) from exc
+        raise _Unusable(str(exc)) from exc
     finally:
         database.dispose()
     stop = threading.Event()
@@ -126,7 +124,7 @@ def _one_pass(reaper: Any, stop: threading.Event) -> None:
     done = reaper.pass_once()
     while not done.granted and not stop.is_set():
         if reaper.saw_outage:
-            raise _unusable(DatabaseUnavailable("no answer to the reaper"))
+            raise _Unusable("lease database unavailable: no answer to the reaper")
         stop.wait(done.next_in)
         done = reaper.pass_once()
     click.echo(
@@ -147,7 +145,7 @@ def main() -> None:
 def demo() -> None:
     """Show a killed worker's task taken over, and a stale worker refused, with real workers."""
     try:
-        from celery_lease.demo import run  # noqa: PLC0415 - needs the extra "demo"
+        from celery_lease.demo import run
     except ImportError as exc:
         raise click.ClickException(
             f"the demo needs more packages ({exc.name}): pip install 'celery-lease[demo]'"

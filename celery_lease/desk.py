@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from celery_lease import report
 from celery_lease.exceptions import DatabaseUnavailable
 from celery_lease.lease import LeaseRef, State
+from celery_lease.options import is_leased, settings_of
 from celery_lease.publisher import Publisher
 from celery_lease.reaper import Reaper
 from celery_lease.runtime import Runtime
@@ -30,6 +31,7 @@ from celery_lease.runtime import Runtime
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_lease.config import Settings
     from celery_lease.lease import LeaseRow
 
 __all__ = ("Desk",)
@@ -61,6 +63,7 @@ class Desk:
         self.app = app
         #: The worker's consumer, while there is one.
         self.consumer: Any = None
+        self._settings: dict[str, Settings | None] = {}
         self._jobs: list[_Job] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
@@ -74,6 +77,12 @@ class Desk:
         if desk is None:
             desk = cls._desks.setdefault(key, cls(app))
         return desk
+
+    def settings_for(self, task: Any) -> Settings | None:
+        """The settings of a task, worked out once; None if it takes no lease."""
+        if task.name not in self._settings:
+            self._settings[task.name] = settings_of(task) if is_leased(task) else None
+        return self._settings[task.name]
 
     def submit(self, work: Callable[[], None], *, patience: float) -> None:
         """Leave a job; while the database is away it is tried again for ``patience`` seconds."""
@@ -106,13 +115,13 @@ class Desk:
         row = store.crashed(task_id, owner_id, timeout=_TIMEOUT)
         if row is None:
             return "ended" if store.find(task_id, timeout=_TIMEOUT) else "unclaimed"
-        report.released(
-            row.task_name, LeaseRef(task_id, owner_id, row.fencing_token), "crash"
-        )
+        report.released(row.task_name, LeaseRef(task_id, owner_id, row.fencing_token), "crash")
         self._send_now(row)
         return "resent" if row.state is State.QUEUED else "ended"
 
-    def fail(self, task_id: str, owner_id: str, error: str, *, announce_in: float) -> LeaseRef | None:
+    def fail(
+        self, task_id: str, owner_id: str, error: str, *, announce_in: float
+    ) -> LeaseRef | None:
         """Fail a task whose child was killed at its time limit, under the fence."""
         ref = self._ref(task_id, owner_id)
         store = Runtime.of(self.app).store

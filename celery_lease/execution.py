@@ -39,7 +39,7 @@ from celery_lease.running import RunningLease, running
 from celery_lease.runtime import TaskHold, is_pool_child
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 __all__ = ("Execution",)
 
@@ -127,7 +127,7 @@ class Execution:
         try:
             result = self._body(hold, body)
             encoded = outcome.encode(self.task, result)
-        except Exception as exc:  # noqa: BLE001 - every end of a body has its own outcome
+        except Exception as exc:
             self._ended_by(hold, exc)
             raise
         self._finish(hold, "succeeded", encoded)
@@ -150,7 +150,7 @@ class Execution:
             self._broken_off(hold, exc)
         elif isinstance(exc, Retry):
             self._release(hold, cause="retry")
-        elif isinstance(exc, Reject) and exc.requeue:
+        elif isinstance(exc, Reject) and getattr(exc, "requeue", False):
             self._release(hold, cause="rejected")
         elif isinstance(exc, Ignore):
             self._finish(hold, "succeeded", None, announced=True)
@@ -224,7 +224,7 @@ class Execution:
         while True:
             try:
                 return write(self.timeout)
-            except DatabaseUnavailable as exc:
+            except DatabaseUnavailable as exc:  # noqa: PERF203 - one statement per round
                 left = hold.remaining
                 if left <= 0:
                     hold.lose("deadline")
@@ -238,7 +238,9 @@ class Execution:
     def _nothing_follows(self, state: str) -> bool:
         request = self.request
         follows = request.errbacks if state == "failed" else request.callbacks
-        stored = not ignores_result(self.task, self.request) or self.task.store_errors_even_if_ignored
+        stored = (
+            not ignores_result(self.task, self.request) or self.task.store_errors_even_if_ignored
+        )
         return not (stored or follows or request.chain or request.chord)
 
     def _release(self, hold: TaskHold, *, cause: str) -> None:
@@ -266,7 +268,9 @@ class Execution:
                 timeout=self.timeout,
             )
         except DatabaseUnavailable as exc:
-            report.line(logging.WARNING, "rejection_not_noted", job=hold.ref.task_id, error=str(exc))
+            report.line(
+                logging.WARNING, "rejection_not_noted", job=hold.ref.task_id, error=str(exc)
+            )
         return self._lost(hold)
 
     def _lost(self, hold: TaskHold) -> LeaseLost:
@@ -325,9 +329,7 @@ class Execution:
         """The next message is with the broker: a reaper need not send it."""
         resend = due_in + max(self.settings.duration, 30.0)
         try:
-            self.runtime.store.dispatched(
-                [(self.request.id, number, resend)], timeout=self.timeout
-            )
+            self.runtime.store.dispatched([(self.request.id, number, resend)], timeout=self.timeout)
         except DatabaseUnavailable as exc:
             # A reaper sends a second copy, which the claim turns away.
             report.line(logging.WARNING, "dispatch_not_noted", job=self.request.id, error=str(exc))

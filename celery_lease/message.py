@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kombu.serialization import dumps as serialize
-from kombu.serialization import registry
+from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils.encoding import str_to_bytes
 from kombu.utils.json import dumps as json_dumps
 from kombu.utils.json import loads as json_loads
@@ -114,7 +114,7 @@ def _canvas(request: Context) -> dict[str, Any]:
     return {key: getattr(request, key, None) for key in _CANVAS}
 
 
-def _message(  # noqa: PLR0913 - the parts of a message
+def _message(
     request: Context,
     delivered: Mapping[str, Any],
     body: bytes | bytearray | memoryview | str,

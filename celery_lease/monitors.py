@@ -25,7 +25,7 @@ _Base: Any = events_state.State.Task
 class LeaseTaskState(_Base):  # type: ignore[misc]
     """A monitor's view of a task, with its lease."""
 
-    _fields = (*_Base._fields[:3], *FIELDS, *_Base._fields[3:])  # noqa: SLF001 - celery has no hook
+    _fields = (*_Base._fields[:3], *FIELDS, *_Base._fields[3:])
     _info_fields = (*_Base._info_fields, *FIELDS)  # noqa: SLF001
 
     lease_token = lease_owner = lease_until = lease_attempt = reason = None
@@ -35,6 +35,7 @@ class LeaseTaskState(_Base):  # type: ignore[misc]
 
 def install() -> None:
     """Register the fields and the event; a second call changes nothing."""
-    events_state.TASK_EVENT_TO_STATE.setdefault("leased", states.STARTED)
+    events: Any = events_state
+    events.TASK_EVENT_TO_STATE.setdefault("leased", states.STARTED)
     if events_state.State.Task is _Base:
         events_state.State.Task = LeaseTaskState

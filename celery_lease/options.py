@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import ImproperlyConfigured
 from kombu.utils.url import parse_url
 
-from celery_lease.config import NAMES, Settings, check_names
+from celery_lease.config import Settings, check_names
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -60,7 +60,7 @@ def task_values(task: Any) -> dict[str, Any]:
     Raises:
         celery.exceptions.ImproperlyConfigured: A name is unknown.
     """
-    cls = task if isinstance(task, type) else type(task)
+    cls: Any = task if isinstance(task, type) else type(task)
     found = {}
     for name in dir(cls):
         if name.startswith("lease_"):
@@ -125,7 +125,7 @@ def _result_database(conf: Any) -> str | None:
 def _namespace(app: Celery) -> str:
     """App name and broker, without credentials: who else can run what this app sent."""
     url = str(app.conf.broker_write_url or app.conf.broker_url or "")
-    first = url.split(";")[0].split(",")[0]
+    first = url.split(";", maxsplit=1)[0].split(",", maxsplit=1)[0]
     try:
         parts = parse_url(first)
     except ValueError:

@@ -43,7 +43,7 @@ def decode(task: Any, row: LeaseRow) -> Any:
     if row.result is None:
         return None
     accept = prepare_accept_content([_serializer(task), *(task.app.conf.accept_content or ())])
-    return loads(row.result, row.result_type, row.result_encoding, accept=accept)
+    return loads(row.result, row.result_type or "", row.result_encoding or "", accept=accept)
 
 
 def encode_error(task: Any, exc: BaseException) -> str:

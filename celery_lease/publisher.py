@@ -101,7 +101,7 @@ class Publisher:
     def _declare(self, channel: Any, envelope: Envelope) -> None:
         """Declare the queue past kombu's cache: a broker that lost its data lost its bindings."""
         for queue in self.app.amqp.queues.values():
-            exchange = queue.exchange.name if queue.exchange else ""
+            exchange = getattr(queue.exchange, "name", "")
             by_name = not envelope.exchange and queue.name == envelope.routing_key
             by_binding = (exchange, queue.routing_key) == (envelope.exchange, envelope.routing_key)
             if by_name or by_binding:
@@ -117,7 +117,9 @@ class Publisher:
         request = _request(row, envelope)
         backend: Any = self.app.backend
         task: Any = self.app.tasks.get(row.task_name)
-        keep = not request.ignore_result or bool(getattr(task, "store_errors_even_if_ignored", False))
+        keep = not request.ignore_result or bool(
+            getattr(task, "store_errors_even_if_ignored", False)
+        )
         if row.state is State.CANCELLED:
             reason = row.cancel_reason or "cancelled"
             backend.mark_as_revoked(row.task_id, reason, request=request, store_result=keep)

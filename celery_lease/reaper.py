@@ -176,10 +176,6 @@ class Reaper:
             ref = LeaseRef(row.task_id, row.owner_id or "", row.fencing_token)
             self.store.announce([ref], timeout=timeout)
         else:
-            self.store.dispatched(
-                [(row.task_id, row.dispatch, resend_in(row))], timeout=timeout
-            )
-        log.info(
-            "job_dispatched job=%s dispatch=%s outcome=%s", row.task_id, row.dispatch, outcome
-        )
+            self.store.dispatched([(row.task_id, row.dispatch, resend_in(row))], timeout=timeout)
+        log.info("job_dispatched job=%s dispatch=%s outcome=%s", row.task_id, row.dispatch, outcome)
         return outcome

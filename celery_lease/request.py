@@ -22,7 +22,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request
 from celery.worker.state import task_ready
@@ -31,7 +30,6 @@ from celery_lease import outcome, report
 from celery_lease.broker import forget
 from celery_lease.desk import Desk
 from celery_lease.exceptions import LeaseLost, LeaseNotGranted
-from celery_lease.options import is_leased, settings_of
 from celery_lease.runtime import new_owner
 
 if TYPE_CHECKING:
@@ -41,19 +39,21 @@ if TYPE_CHECKING:
 __all__ = ("LeasedRequest",)
 
 _LONGEST_POSTPONE = 30.0
+_WRAPPED = "ExceptionWithTraceback"
+#: celery-types knows the public half of it only.
+_Request: Any = Request
 
 
-class LeasedRequest(Request):  # type: ignore[misc]
+class LeasedRequest(_Request):  # type: ignore[misc]
     """A request for a leased task."""
 
     def __init__(self, message: Any, headers: Any = None, **options: Any) -> None:
         super().__init__(message, headers=headers, **options)
-        self._lease_settings: Settings | None = None
+        self._lease_settings: Settings | None = self._desk.settings_for(self._task)
         self._lease_owner = ""
         self._lease_postponed = 0
         self._lease_after: list[Callable[[], Any]] = []
-        if is_leased(self._task):
-            self._lease_settings = settings_of(self._task)
+        if self._lease_settings is not None:
             self._lease_owner = new_owner(self._hostname)
             self._hand_over(headers if headers is not None else message.headers)
 
@@ -83,25 +83,23 @@ class LeasedRequest(Request):  # type: ignore[misc]
 
     # -- the ends of a copy --------------------------------------------------
 
-    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:  # noqa: FBT001, FBT002
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell the ends that Celery does not know from those it does."""
         exc = exc_info.exception
-        if isinstance(exc, ExceptionWithTraceback):
-            exc = exc.exc
+        # billiard wraps what came from a child, to bring its traceback along.
+        exc = getattr(exc, "exc", exc) if type(exc).__name__ == _WRAPPED else exc
         if self._lease_settings is None:
-            return super().on_failure(exc_info, send_failed_event, return_ok)
+            return super().on_failure(exc_info, *args, **kwargs)
         if isinstance(exc, LeaseNotGranted):
             return self._turned_away(exc)
         if isinstance(exc, LeaseLost):
             task_ready(self)
             return self._forget()
         if isinstance(exc, TimeLimitExceeded):
-            return self._fenced(
-                exc, partial(super().on_failure, exc_info, send_failed_event, return_ok)
-            )
+            return self._fenced(exc, partial(super().on_failure, exc_info, *args, **kwargs))
         if self._is_child_lost(exc):
             return self._child_lost(exc)
-        return super().on_failure(exc_info, send_failed_event, return_ok)
+        return super().on_failure(exc_info, *args, **kwargs)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:  # noqa: FBT001
         """Fail the task at its hard time limit only if its lease is still its own."""
@@ -133,7 +131,7 @@ class LeasedRequest(Request):  # type: ignore[misc]
         if self.acknowledged:
             return
         if forget(self._message):
-            self.acknowledged = True
+            self.acknowledged: bool = True
         else:
             # This transport has one entry per copy; the row carries the task on.
             self.acknowledge()
@@ -167,7 +165,11 @@ class LeasedRequest(Request):  # type: ignore[misc]
     def _child_lost(self, exc: BaseException) -> None:
         task_ready(self)
         report.line(
-            logging.WARNING, "child_lost", job=self.id, pid=self.worker_pid, error=type(exc).__name__
+            logging.WARNING,
+            "child_lost",
+            job=self.id,
+            pid=self.worker_pid,
+            error=type(exc).__name__,
         )
 
         def settle() -> None:

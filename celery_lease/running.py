@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from celery_lease import report
@@ -211,7 +211,7 @@ class StandInLease:
     attempt = 1
     details = None
     status = "held"
-    lease_until = datetime.max
+    lease_until = datetime.max.replace(tzinfo=timezone.utc)
     trusted_until = float("inf")
 
     def __init__(self, task_id: str = "local", task_name: str = "") -> None:

@@ -8,6 +8,7 @@ broker has such a thing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -172,10 +173,8 @@ class Runtime:
 def flush_all(timeout: float = 2.0) -> None:
     """A process is about to end: mark what was announced, as far as the database answers."""
     for runtime in list(_runtimes.values()):
-        try:
+        with contextlib.suppress(DatabaseUnavailable):  # a reaper replays what stays unmarked
             runtime.flush(timeout)
-        except DatabaseUnavailable:
-            report.line(logging.DEBUG, "announce_not_flushed")
 
 
 def _on_renewed(hold: Hold) -> None:
@@ -185,9 +184,7 @@ def _on_renewed(hold: Hold) -> None:
 
 def _on_unknown(hold: Hold, _: BaseException | None) -> None:
     if isinstance(hold, TaskHold):
-        report.unknown(
-            hold.task, hold.ref, confirmed=hold.lease_until, request_id=hold.request_id
-        )
+        report.unknown(hold.task, hold.ref, confirmed=hold.lease_until, request_id=hold.request_id)
 
 
 def _on_lost(hold: Hold) -> None:

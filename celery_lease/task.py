@@ -39,11 +39,11 @@ def _leased(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap one ``__call__``: take the lease unless an outer one has."""
 
     @functools.wraps(call)
-    def __call__(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
+    def leased(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
         return self._call_leased(functools.partial(call, self), args, kwargs)
 
-    __call__.__lease_wrapped__ = True  # type: ignore[attr-defined]
-    return __call__
+    leased.__lease_wrapped__ = True  # type: ignore[attr-defined]
+    return leased
 
 
 class LeasedTask(Task):  # type: ignore[type-arg]
@@ -165,8 +165,9 @@ class LeasedTask(Task):  # type: ignore[type-arg]
             return super().retry(*args, **kwargs)
         except Reject as exc:
             # Celery rejects the message when its successor cannot be published.
-            if isinstance(exc.reason, LeaseLost):
-                raise exc.reason from None
+            reason = getattr(exc, "reason", None)
+            if isinstance(reason, LeaseLost):
+                raise reason from None
             raise
         finally:
             execution.retrying = False

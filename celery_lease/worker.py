@@ -78,7 +78,7 @@ def _on_reclaimed(entry: Reclaimed) -> None:
     report.tell(signals.lease_reclaimed, entry.task_name, ref, state=entry.state.value)
 
 
-class LeaseWorker(bootsteps.StartStopStep):  # type: ignore[misc]
+class LeaseWorker(bootsteps.StartStopStep):
     """Checks the deployment when the worker starts, then reaps while it runs."""
 
     requires = ("celery.worker.components:Pool",)
@@ -114,7 +114,10 @@ class LeaseWorker(bootsteps.StartStopStep):  # type: ignore[misc]
             log.warning("lease_database_unavailable_at_start detail=%s", exc.detail)
         if runtime.settings.reaper:
             self._thread = threading.Thread(
-                target=self._reap, args=(worker.app, worker.hostname), name="lease-reaper", daemon=True
+                target=self._reap,
+                args=(worker.app, worker.hostname),
+                name="lease-reaper",
+                daemon=True,
             )
             self._thread.start()
 
@@ -122,7 +125,9 @@ class LeaseWorker(bootsteps.StartStopStep):  # type: ignore[misc]
         """Tell the reaper to end; a pass under way may be abandoned at any line."""
         self._stop.set()
 
-    terminate = stop
+    def terminate(self, worker: Any) -> None:
+        """As :meth:`stop`."""
+        self.stop(worker)
 
     def _reap(self, app: Celery, hostname: str) -> None:
         reaper, publisher = make_reaper(app, hostname)
@@ -132,7 +137,7 @@ class LeaseWorker(bootsteps.StartStopStep):  # type: ignore[misc]
             publisher.close()
 
 
-class LeaseConsumer(bootsteps.StartStopStep):  # type: ignore[misc]
+class LeaseConsumer(bootsteps.StartStopStep):
     """Lets the desk find the consumer, whose timer belongs to the event loop."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)

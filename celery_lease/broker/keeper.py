@@ -79,4 +79,6 @@ class VisibilityKeeper:
         try:
             self.broker.extend(tags)
         except Exception as exc:  # noqa: BLE001 - the lease turns copies away, this only saves work
-            log.warning("visibility_not_extended messages=%s error=%s", len(tags), type(exc).__name__)
+            log.warning(
+                "visibility_not_extended messages=%s error=%s", len(tags), type(exc).__name__
+            )
