@@ -105,8 +105,9 @@ class Desk:
         """Release the lease of a child that died, and send the task again at once.
 
         Returns:
-            ``resent``, ``ended`` (it was settled before, or is given up now) or
-            ``unclaimed`` (there is no lease: the message is the only trace).
+            ``settled`` (sent again, or ended: this copy is needed no more),
+            ``foreign`` (somebody else has the task, perhaps by this very entry
+            in the broker) or ``unclaimed`` (the message is the only trace).
 
         Raises:
             DatabaseUnavailable: Nothing is known; the lease expires by itself.
@@ -114,10 +115,10 @@ class Desk:
         store = Runtime.of(self.app).store
         row = store.crashed(task_id, owner_id, timeout=_TIMEOUT)
         if row is None:
-            return "ended" if store.find(task_id, timeout=_TIMEOUT) else "unclaimed"
+            return "foreign" if store.find(task_id, timeout=_TIMEOUT) else "unclaimed"
         report.released(row.task_name, LeaseRef(task_id, owner_id, row.fencing_token), "crash")
-        self._send_now(row)
-        return "resent" if row.state is State.QUEUED else "ended"
+        sent = self._send_now(row)
+        return "foreign" if sent == "failed" else "settled"
 
     def fail(
         self, task_id: str, owner_id: str, error: str, *, announce_in: float
@@ -161,7 +162,7 @@ class Desk:
             return None
         return LeaseRef(task_id, owner_id, row.fencing_token)
 
-    def _send_now(self, row: LeaseRow) -> None:
+    def _send_now(self, row: LeaseRow) -> str:
         """Do what a reaper would do in its next pass."""
         runtime = Runtime.of(self.app)
         publisher = Publisher(self.app)
@@ -173,7 +174,7 @@ class Desk:
             retention=runtime.settings.retention,
         )
         try:
-            reaper.send(row, timeout=_TIMEOUT)
+            return reaper.send(row, timeout=_TIMEOUT)
         finally:
             publisher.close()
 

@@ -57,6 +57,7 @@ class Publisher:
             envelope is None or envelope.canvas is not None
         ):
             self._announce(row, envelope)
+            self._discard(row)
             return "announced"
         if envelope is None or row.payload is None:
             return "kept"
@@ -95,8 +96,7 @@ class Publisher:
                 retry=False,
                 **properties,
             )
-        if row.delivery_tag:
-            self._discard(row.delivery_tag)
+        self._discard(row)
 
     def _declare(self, channel: Any, envelope: Envelope) -> None:
         """Declare the queue past kombu's cache: a broker that lost its data lost its bindings."""
@@ -107,9 +107,12 @@ class Publisher:
             if by_name or by_binding:
                 queue(channel).declare()
 
-    def _discard(self, tag: str) -> None:
+    def _discard(self, row: LeaseRow) -> None:
+        """Remove the entry of the copy that was claimed last: nobody needs it any more."""
+        if not row.delivery_tag:
+            return
         try:
-            self.broker.discard(tag)
+            self.broker.discard(row.delivery_tag)
         except Exception as exc:  # noqa: BLE001 - the old entry only costs a turned-away copy
             line(logging.DEBUG, "old_copy_stays", error=type(exc).__name__)
 

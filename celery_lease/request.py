@@ -174,10 +174,8 @@ class LeasedRequest(_Request):  # type: ignore[misc]
 
         def settle() -> None:
             found = self._desk.child_lost(self.id, self._lease_owner)
-            if found == "unclaimed":
-                self._desk.on_loop(partial(self.reject, requeue=True))
-            else:
-                self._desk.on_loop(self._forget)
+            ends = {"unclaimed": partial(self.reject, requeue=True), "settled": self.acknowledge}
+            self._desk.on_loop(ends.get(found, self._forget))
 
         self._settle(settle)
 
