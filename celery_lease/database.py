@@ -24,7 +24,7 @@ from typing import Any
 from celery.exceptions import ImproperlyConfigured
 from sqlalchemy import Engine, NullPool, create_engine
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from celery_lease.address import checked_url
@@ -37,7 +37,8 @@ from celery_lease.sql import scripts
 __all__ = ("Database",)
 
 _CONNECT_TIMEOUT = 5
-_CONFLICTS = ("40001", "40P01")
+#: Serialization failure, deadlock, and a prepared statement older than the tables.
+_CONFLICTS = ("40001", "40P01", "0A000")
 _CONFLICT_RETRIES = 3
 #: Read-only: a standby after a failover.
 _UNAVAILABLE_STATES = ("25006",)
@@ -82,6 +83,11 @@ class Database:
         self._opened: dict[str, _Opened] = {}
 
     @property
+    def _driver(self) -> Any:
+        # The driver's module: DB-API 2 says what its errors are called.
+        return self._open().engine.dialect.loaded_dbapi
+
+    @property
     def engine(self) -> Engine:
         """The engine, made at its first use; it connects when it is asked to."""
         return self._open().engine
@@ -110,16 +116,16 @@ class Database:
         try:
             connections = self._open().connections
             if isinstance(connections, HeldConnections):
-                return _run_held(connections, self.scripts[script], params, deadline)
-            return _run_fresh(connections, self.scripts[script], params, deadline)
+                return self._run_held(connections, self.scripts[script], params, deadline)
+            return self._run_fresh(connections, self.scripts[script], params, deadline)
         except Overdue:
             raise DatabaseUnavailable(f"no answer within {timeout:g} s") from None
         except PoolTimeoutError as error:
             raise DatabaseUnavailable(str(error)) from error
-        except DBAPIError as error:
+        except self._driver.Error as error:
             if _is_missing(error) and script != "version":
                 raise self._outdated(deadline) from error
-            if _is_unavailable(error):
+            if self._is_unavailable(error):
                 raise DatabaseUnavailable(_detail(error)) from error
             raise
 
@@ -127,7 +133,7 @@ class Database:
         """Return the version of the tables; 0 if there are none."""
         try:
             rows = self.run("version", {}, timeout=timeout)
-        except DBAPIError as error:
+        except self._driver.Error as error:
             if _is_missing(error):
                 return 0
             raise
@@ -148,10 +154,19 @@ class Database:
         opened = self._opened.get("")
         if opened is None:
             engine = self._created()
-            kind = FreshConnections if self.dialect.name == "sqlite" else HeldConnections
+            connections: HeldConnections | FreshConnections
+            if self.dialect.name == "sqlite":
+                connections = FreshConnections(engine)
+            else:
+                connections = HeldConnections(engine, prepare=not self._given("prepare_threshold"))
             # One step for all threads, without a lock that a fork could find taken.
-            opened = self._opened.setdefault("", _Opened(engine, kind(engine)))
+            opened = self._opened.setdefault("", _Opened(engine, connections))
         return opened
+
+    def _given(self, option: str) -> bool:
+        """Return whether the user has set an option of the driver's."""
+        arguments = self._options.get("connect_args") or {}
+        return option in self.url.query or option in arguments
 
     def _created(self) -> Engine:
         options = {"hide_parameters": True, **self._options}
@@ -160,15 +175,10 @@ class Database:
             # A connection per transaction: none may be open while the process forks.
             options["poolclass"] = NullPool
         else:
-            # PgBouncer in transaction mode knows no prepared statements across transactions.
-            # One question less at the first connection; there is no hstore in the tables.
-            options.setdefault("use_native_hstore", False)
+            # Statements are prepared where that is safe, see connections; not by the driver.
             defaults = {"prepare_threshold": None, "connect_timeout": _CONNECT_TIMEOUT}
-            # What the URL says counts as given.
-            given = {
-                **{key: value for key, value in defaults.items() if key not in self.url.query},
-                **given,
-            }
+            missing = {key: value for key, value in defaults.items() if not self._given(key)}
+            given = {**missing, **given}
         try:
             return create_engine(self.url, connect_args=given, **options)
         except (TypeError, SQLAlchemyError) as error:
@@ -177,69 +187,64 @@ class Database:
                 f" {self.url.drivername}: {error}"
             ) from error
 
+    def _run_held(
+        self, connections: HeldConnections, script: Script, params: dict[str, Any], deadline: float
+    ) -> Rows:
+        conflicts = 0
+        while True:
+            held, new = connections.take(deadline)
+            try:
+                return connections.run(held, script, params, deadline)
+            except self._driver.Error as error:
+                if _state(error) in _CONFLICTS and conflicts < _CONFLICT_RETRIES:
+                    conflicts += 1
+                elif not new and self._is_disconnect(error):
+                    # One is dead, so the others that lay there are suspect: begin anew.
+                    connections.close_idle(-1.0)
+                else:
+                    raise
+
+    def _run_fresh(
+        self, connections: FreshConnections, script: Script, params: dict[str, Any], deadline: float
+    ) -> Rows:
+        while True:
+            try:
+                return connections.run(script, params, deadline)
+            except self._driver.OperationalError as error:
+                # SQLite waits by itself, except where waiting could never end.
+                locked = any(word in str(error) for word in _LOCKED_WORDS)
+                if not locked or time.monotonic() + _LOCKED_PAUSE >= deadline:
+                    raise
+            time.sleep(_LOCKED_PAUSE)
+
     def _outdated(self, deadline: float) -> SchemaOutdated:
         found = self.version(timeout=max(deadline - time.monotonic(), 1.0))
         # The right version without its tables: they lie where this connection does not look.
         return SchemaOutdated(found if found != SCHEMA_VERSION else 0, SCHEMA_VERSION)
 
+    def _is_disconnect(self, error: Exception) -> bool:
+        # A conflict that was retried too often is an OperationalError as well, but has a state
+        # of its own; a dead connection has none, or one of these classes.
+        state = _state(error)
+        return isinstance(error, (self._driver.OperationalError, self._driver.InterfaceError)) and (
+            state is None or state.startswith(("08", "57P"))
+        )
 
-def _run_held(
-    connections: HeldConnections, script: Script, params: dict[str, Any], deadline: float
-) -> Rows:
-    conflicts = 0
-    while True:
-        held, new = connections.take(deadline)
-        try:
-            return connections.run(held, script, params, deadline)
-        except DBAPIError as error:
-            if _state(error) in _CONFLICTS and conflicts < _CONFLICT_RETRIES:
-                conflicts += 1
-            elif not new and _is_disconnect(error):
-                # One is dead, so the others that lay there are suspect: begin anew.
-                connections.close_idle(-1.0)
-            else:
-                raise
+    def _is_unavailable(self, error: Exception) -> bool:
+        return (
+            isinstance(error, (self._driver.OperationalError, self._driver.InterfaceError))
+            or _state(error) in _UNAVAILABLE_STATES
+        )
 
 
-def _run_fresh(
-    connections: FreshConnections, script: Script, params: dict[str, Any], deadline: float
-) -> Rows:
-    while True:
-        try:
-            return connections.run(script, params, deadline)
-        except OperationalError as error:
-            # SQLite waits by itself, except where waiting could never end.
-            locked = any(word in str(error.orig) for word in _LOCKED_WORDS)
-            if not locked or time.monotonic() + _LOCKED_PAUSE >= deadline:
-                raise
-        time.sleep(_LOCKED_PAUSE)
+def _state(error: Exception) -> str | None:
+    return getattr(error, "sqlstate", None)
 
 
-def _state(error: DBAPIError) -> str | None:
-    return getattr(error.orig, "sqlstate", None)
+def _is_missing(error: Exception) -> bool:
+    return _state(error) in _MISSING_STATES or any(word in str(error) for word in _MISSING_WORDS)
 
 
-def _is_missing(error: DBAPIError) -> bool:
-    text = str(error.orig)
-    return _state(error) in _MISSING_STATES or any(word in text for word in _MISSING_WORDS)
-
-
-def _is_disconnect(error: DBAPIError) -> bool:
-    # A conflict that was retried too often is an OperationalError as well, but has a state
-    # of its own; a dead connection has none, or one of these classes.
-    state = _state(error)
-    return isinstance(error, (OperationalError, InterfaceError)) and (
-        state is None or state.startswith(("08", "57P"))
-    )
-
-
-def _is_unavailable(error: DBAPIError) -> bool:
-    return (
-        isinstance(error, (OperationalError, InterfaceError))
-        or _state(error) in _UNAVAILABLE_STATES
-    )
-
-
-def _detail(error: DBAPIError) -> str:
-    lines = str(error.orig).strip().splitlines()
-    return lines[0] if lines else type(error.orig).__name__
+def _detail(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

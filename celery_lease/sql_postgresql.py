@@ -25,13 +25,21 @@ def postgresql_scripts(phrases: Phrases) -> dict[str, Script]:
 
 
 def _announce(phrases: Phrases) -> str:
-    rows = phrases.dialect.rows("done", {"task_id": "varchar", "fencing_token": "bigint"})
-    # ANY besides the join: the primary key is used even if statistics are stale.
+    # Looked up in the array rather than joined: planned in a quarter of the time.
+    noted = "(:done_1::bigint[])[array_position(:done_0::varchar[], lease.task_id)]"
     return (
-        f"UPDATE {phrases.names.lease} AS lease SET {phrases.announced} FROM {rows}"
-        " WHERE lease.task_id = ANY(:done_0::varchar[]) AND lease.task_id = done.task_id"
-        " AND lease.fencing_token = done.fencing_token"
+        f"UPDATE {phrases.names.lease} AS lease SET {phrases.announced}"
+        f" WHERE lease.task_id = ANY(:done_0::varchar[]) AND lease.fencing_token = {noted}"
         f" AND lease.state IN {TERMINAL} AND lease.announced_at IS NULL"
+    )
+
+
+def _claim_new(phrases: Phrases) -> str:
+    # The usual case by itself: planning the whole claim takes longer than running it.
+    head, values = Changes(phrases).claim_insert("1", "1")
+    return (
+        f"{head} VALUES ({values}) ON CONFLICT (task_id) DO NOTHING"
+        " RETURNING fencing_token, attempt, crashes, lease_until, details"
     )
 
 
@@ -93,8 +101,11 @@ def _renew(phrases: Phrases) -> str:
 
 def _holder(phrases: Phrases) -> dict[str, str]:
     claim, renew, announce = _claim(phrases), _renew(phrases), _announce(phrases)
+    claim_new = _claim_new(phrases)
     crashed = "task_id = :task_id AND owner_id = :owner_id AND state = 'running'"
     return {
+        "claim_new": claim_new,
+        "claim_new_announcing": f"WITH announced AS ({announce}) {claim_new}",
         "claim": f"WITH {claim}",
         "claim_announcing": f"WITH announced AS ({announce}), {claim}",
         "renew": renew,
