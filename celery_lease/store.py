@@ -34,7 +34,7 @@ Knows values and statements, nothing of Celery, threads or clocks of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from celery_lease.database import Database
@@ -43,7 +43,6 @@ from celery_lease.lease import (
     Claim,
     ClaimRequest,
     Encoded,
-    HistoryEntry,
     LeaseRef,
     LeaseRow,
     Message,
@@ -52,7 +51,7 @@ from celery_lease.lease import (
     State,
     Verdict,
 )
-from celery_lease.rows import claim_params, history_entry, lease_row, ref_params, renewed
+from celery_lease.rows import claim_params, ref_params, renewed
 from celery_lease.schema import SCHEMA_VERSION
 from celery_lease.store_reaper import ReaperStore
 from celery_lease.verdicts import AGAIN, refusal
@@ -251,74 +250,6 @@ class LeaseStore(ReaperStore):
         before = self.database.run("released_before", params, timeout=timeout)
         return int(json.loads(before[-1][0])["dispatch"]) if before else None
 
-    def crashed(self, task_id: str, owner_id: str, *, timeout: float = _TIMEOUT) -> LeaseRow | None:
-        """Release, charged, what a dead process held; its parent knows no token.
-
-        If the process ended the task and died before it announced the outcome,
-        somebody else may announce it from now on.
-
-        Returns:
-            The row, or None if this owner has nothing to do with it.
-        """
-        params = {
-            "task_id": task_id,
-            "owner_id": owner_id,
-            "cause": "crash",
-            "charge": True,
-            "redispatch": True,
-            "due_in": 0.0,
-            **dict.fromkeys(("payload", "message", "retries", "details")),
-        }
-        for script in ("crash", "announce_now"):
-            if self.database.run(script, params, timeout=timeout):
-                return self.find(task_id, timeout=timeout)
-        return None
-
-    def announce(self, refs: Sequence[LeaseRef], *, timeout: float = _TIMEOUT) -> None:
-        """Mark outcomes as announced: what follows from them has been sent.
-
-        Owners are not compared: who announces may not be who finished.
-        """
-        if refs:
-            params = self._announcements(refs)
-            self.database.run("announce", params, timeout=timeout)
-
-    def find(self, task_id: str, *, timeout: float = _TIMEOUT) -> LeaseRow | None:
-        """Return the row of a task, of whatever namespace."""
-        rows = self.database.run("find", {"task_id": task_id}, timeout=timeout)
-        return lease_row(rows[0], self.database.dialect) if rows else None
-
-    def history(self, task_id: str, *, timeout: float = _TIMEOUT) -> list[HistoryEntry]:
-        """Return what happened to a task, oldest first."""
-        rows = self.database.run("history", {"task_id": task_id}, timeout=timeout)
-        return [history_entry(row, self.database.dialect) for row in rows]
-
-    def note(
-        self,
-        ref: LeaseRef,
-        event: str,
-        cause: str | None = None,
-        facts: Mapping[str, object] | None = None,
-        *,
-        timeout: float = _TIMEOUT,
-    ) -> None:
-        """Add one line to a task's history.
-
-        Args:
-            ref: The grant it is about.
-            event: What happened, one word.
-            cause: Why, one word.
-            facts: More of it, for JSON; never arguments or results.
-            timeout: Seconds for the statement.
-        """
-        params = {
-            **ref_params(ref),
-            "event": event,
-            "cause": cause,
-            "facts": json.dumps(facts) if facts is not None else None,
-        }
-        self.database.run("note", params, timeout=timeout)
-
     def _end(self, script: str, params: dict[str, Any], end: State, timeout: float) -> bool:
         if self.database.run(script, params, timeout=timeout):
             return True
@@ -370,7 +301,3 @@ class LeaseStore(ReaperStore):
             return script
         params.update(self._announcements(riding))
         return f"{script}_announcing"
-
-    def _announcements(self, refs: Sequence[LeaseRef]) -> dict[str, Any]:
-        done = [(ref.task_id, ref.fencing_token) for ref in refs]
-        return self.database.dialect.batch("done", done)

@@ -1,18 +1,28 @@
-"""The store's second half: what reapers and operators ask of it.
+"""The store's second half: what everybody but an owner asks of it.
 
 A reaper touches rows of its own namespace only, in bounded batches, and passes
 over what somebody else has locked: an owner who is just finishing a task is
-neither waited for nor disturbed.
+neither waited for nor disturbed. Parents of dead processes, operators and those
+who announce an outcome come here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery_lease.database import Database
-from celery_lease.lease import Dispatch, LeaseRow, ReaperTurn, Reclaimed, State
-from celery_lease.rows import lease_row, reclaimed
+from celery_lease.lease import (
+    Dispatch,
+    HistoryEntry,
+    LeaseRef,
+    LeaseRow,
+    ReaperTurn,
+    Reclaimed,
+    State,
+)
+from celery_lease.rows import history_entry, lease_row, reclaimed, ref_params
 
 __all__ = ("ReaperStore",)
 
@@ -20,7 +30,7 @@ _TIMEOUT = 10.0
 
 
 class ReaperStore:
-    """Reclaims, dispatches, cancels and purges.
+    """Reclaims, dispatches, announces, cancels, purges and reads.
 
     Args:
         database: Where the rows are.
@@ -119,7 +129,7 @@ class ReaperStore:
         }
         if not self.database.run("give_up", params, timeout=timeout):
             return None
-        return self._row(task_id, timeout)
+        return self.find(task_id, timeout=timeout)
 
     def cancel(self, task_id: str, reason: str = "", *, timeout: float = _TIMEOUT) -> State | None:
         """Cancel a waiting task; ask the owner of a running one to stop.
@@ -181,6 +191,74 @@ class ReaperStore:
         found = self.database.run("rows", params, timeout=timeout)
         return [lease_row(row, self.database.dialect) for row in found]
 
-    def _row(self, task_id: str, timeout: float) -> LeaseRow | None:
-        found = self.database.run("find", {"task_id": task_id}, timeout=timeout)
-        return lease_row(found[0], self.database.dialect) if found else None
+    def crashed(self, task_id: str, owner_id: str, *, timeout: float = _TIMEOUT) -> LeaseRow | None:
+        """Release, charged, what a dead process held; its parent knows no token.
+
+        If the process ended the task and died before it announced the outcome,
+        somebody else may announce it from now on.
+
+        Returns:
+            The row, or None if this owner has nothing to do with it.
+        """
+        params = {
+            "task_id": task_id,
+            "owner_id": owner_id,
+            "cause": "crash",
+            "charge": True,
+            "redispatch": True,
+            "due_in": 0.0,
+            **dict.fromkeys(("payload", "message", "retries", "details")),
+        }
+        for script in ("crash", "announce_now"):
+            if self.database.run(script, params, timeout=timeout):
+                return self.find(task_id, timeout=timeout)
+        return None
+
+    def announce(self, refs: Sequence[LeaseRef], *, timeout: float = _TIMEOUT) -> None:
+        """Mark outcomes as announced: what follows from them has been sent.
+
+        Owners are not compared: who announces may not be who finished.
+        """
+        if refs:
+            params = self._announcements(refs)
+            self.database.run("announce", params, timeout=timeout)
+
+    def find(self, task_id: str, *, timeout: float = _TIMEOUT) -> LeaseRow | None:
+        """Return the row of a task, of whatever namespace."""
+        rows = self.database.run("find", {"task_id": task_id}, timeout=timeout)
+        return lease_row(rows[0], self.database.dialect) if rows else None
+
+    def history(self, task_id: str, *, timeout: float = _TIMEOUT) -> list[HistoryEntry]:
+        """Return what happened to a task, oldest first."""
+        rows = self.database.run("history", {"task_id": task_id}, timeout=timeout)
+        return [history_entry(row, self.database.dialect) for row in rows]
+
+    def note(
+        self,
+        ref: LeaseRef,
+        event: str,
+        cause: str | None = None,
+        facts: Mapping[str, object] | None = None,
+        *,
+        timeout: float = _TIMEOUT,
+    ) -> None:
+        """Add one line to a task's history.
+
+        Args:
+            ref: The grant it is about.
+            event: What happened, one word.
+            cause: Why, one word.
+            facts: More of it, for JSON; never arguments or results.
+            timeout: Seconds for the statement.
+        """
+        params = {
+            **ref_params(ref),
+            "event": event,
+            "cause": cause,
+            "facts": json.dumps(facts) if facts is not None else None,
+        }
+        self.database.run("note", params, timeout=timeout)
+
+    def _announcements(self, refs: Sequence[LeaseRef]) -> dict[str, Any]:
+        done = [(ref.task_id, ref.fencing_token) for ref in refs]
+        return self.database.dialect.batch("done", done)
