@@ -39,10 +39,12 @@ def app_values(app: Celery) -> dict[str, Any]:
     Raises:
         celery.exceptions.ImproperlyConfigured: A name is unknown.
     """
+    keys = list(app.conf)
+    # Only now has a lazy configuration been loaded, and says its prefix.
     conf: Any = app.conf
-    prefix = (getattr(conf, "prefix", "") or "").lower()
+    prefix = str(getattr(conf, "prefix", None) or "").lower()
     found = {}
-    for key in list(conf):
+    for key in keys:
         bare = str(key).lower().removeprefix(prefix)
         if bare.startswith("lease_"):
             found[bare.removeprefix("lease_")] = conf[key]
@@ -60,7 +62,8 @@ def task_values(task: Any) -> dict[str, Any]:
     Raises:
         celery.exceptions.ImproperlyConfigured: A name is unknown.
     """
-    cls: Any = task if isinstance(task, type) else type(task)
+    # A task may still be a promise, whose class only `__class__` tells.
+    cls: Any = task if isinstance(task, type) else task.__class__
     found = {}
     for name in dir(cls):
         if name.startswith("lease_"):
