@@ -159,9 +159,16 @@ def adder(self: Any, a: int, b: int) -> int:
     return a + b
 
 
-def suicide(self: Any) -> None:
-    """End this process as the kernel's out-of-memory killer would; the journal gets `start`."""
+def suicide(self: Any, *, group: bool = False) -> None:
+    """End this process as the kernel's out-of-memory killer would; the journal gets `start`.
+
+    Args:
+        self: The task.
+        group: Whether the whole worker ends, as a host that runs out of memory.
+    """
     _note(self, "start")
+    if group:
+        os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -48,6 +48,7 @@ class WorkerProcess:
         argv: Further arguments of `celery worker`.
         concurrency: Pool children.
         pool: Pool, as `-P` takes it.
+        command: Another command than `worker`, with all its arguments.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class WorkerProcess:
         argv: Sequence[str] = (),
         concurrency: int = 1,
         pool: str = "prefork",
+        command: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.node = f"{name}@{uuid.uuid4().hex[:8]}"
@@ -68,12 +70,11 @@ class WorkerProcess:
         if source is not None:
             app = f"app_{uuid.uuid4().hex[:8]}"
             (directory / f"{app}.py").write_text(source)
-        command = [sys.executable, "-m", "celery", "-A", app, "worker", "-n", self.node]
-        command += ["-l", "INFO", "-c", str(concurrency), "-P", pool]
-        command += ["--without-gossip", "--without-mingle"]  # they wait a second at start
+        worker = ["worker", "-n", self.node, "-l", "INFO", "-c", str(concurrency), "-P", pool]
+        worker += ["--without-gossip", "--without-mingle"]  # they wait a second at start
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, *argv],
+                [sys.executable, "-m", "celery", "-A", app, *(command or [*worker, *argv])],
                 cwd=directory,
                 env=_environment(directory) | dict(env),
                 stdin=subprocess.DEVNULL,
@@ -231,6 +232,17 @@ class Crew:
         )
         self.workers.append(worker)
         return worker.wait_ready() if ready else worker
+
+    def start_many(self, count: int, **options: Any) -> list[WorkerProcess]:
+        """Start workers side by side, as `start`, and wait until all consume."""
+        started = [self.start(ready=False, **options) for _ in range(count)]
+        return [worker.wait_ready() for worker in started]
+
+    def start_reaper(self, **options: Any) -> WorkerProcess:
+        """Start `celery lease reap`, a reaper that is a process of its own; as `start`."""
+        reaper = self.start("reaper", command=["lease", "reap"], ready=False, **options)
+        reaper.wait_for_log("reaping every", timeout=30)
+        return reaper
 
     def task(self, name: str) -> Any:
         """Return a task of the sender's app."""
