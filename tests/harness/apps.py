@@ -137,9 +137,9 @@ def guarded(self: Any, resource: str, seconds: float, *, stubborn: bool = True) 
 
 def _effect(task: Any, resource: str, part: int) -> None:
     import sqlalchemy
-    from celery_lease.receiver import FenceGuard
 
     from celery_lease.exceptions import StaleFence
+    from celery_lease.receiver import FenceGuard
 
     engine = sqlalchemy.create_engine(
         task.app.conf.harness_receiver_url, poolclass=sqlalchemy.NullPool

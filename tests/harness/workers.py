@@ -51,7 +51,7 @@ class WorkerProcess:
         command: Another command than `worker`, with all its arguments.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a command line and a process are made of, by keyword
         self,
         name: str,
         directory: Path,
