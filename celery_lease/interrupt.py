@@ -116,7 +116,8 @@ class Armed:
                 return True
             if self.strategy == "async":
                 self._carrier = _carrier(self, error)
-                if not any(outer.is_sent for outer in self._stack[: self._depth]):
+                # A body around it ends this one too, and of two errors at once one could get lost.
+                if all(outer.error is None for outer in self._stack[: self._depth]):
                     _send(self._ident, self._carrier)
         if self.strategy == "signal":
             self._kill()
@@ -193,8 +194,10 @@ class Armed:
             try:
                 self._leave()
             except BaseException as caught:  # noqa: BLE001, PERF203 - what strikes here is judged below
-                late = caught
-        if late is not None and not self._owns(late):
+                # Its own error comes too late for a body that has ended; others must go on.
+                if not self._owns(caught):
+                    late = caught
+        if late is not None:
             raise late
         if error is not None and type(error) is self._carrier and self._error is not None:
             raise self._error.with_traceback(traceback) from None
@@ -274,6 +277,8 @@ class _Handler:
             self.previous(number, frame)
         for body in _bodies.stack:
             body.strike()
+            if body.delivered:
+                return  # it ends the bodies inside as well, see Armed.interrupt
 
 
 def _is_protected(frame: FrameType | None) -> bool:

@@ -19,6 +19,7 @@ class Clock:
         self.at = at
 
     def __call__(self) -> float:
+        """Tell the time."""
         return self.at
 
 
@@ -36,6 +37,7 @@ class Renewals:
         self.cancelled: dict[str, str] = {}
 
     def __call__(self, renewals: list[Renewal], timeout: float) -> list[Renewed]:
+        """Note the request and answer it."""
         self.calls.append((self.clock(), renewals, timeout))
         action = self.script.pop(0) if self.script else self.grant
         if isinstance(action, BaseException):
