@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -80,8 +80,6 @@ class Settings:
     payload: str = "erase"
     #: How long terminal rows are kept.
     retention: float = 7 * _DAY
-    #: Names of task arguments, or a callable: labels for metrics and events.
-    labels: tuple[str, ...] | Callable[..., Mapping[str, str]] = ()
     #: ``enforce`` or ``off`` (plain Celery).
     mode: str = "enforce"
 
@@ -99,8 +97,6 @@ class Settings:
             if not isinstance(getattr(self, key), bool):
                 raise _illegal(key, getattr(self, key), "True or False")
         _check_mapping("engine_options", self.engine_options)
-        if not callable(self.labels) and not _is_names(self.labels):
-            raise _illegal("labels", self.labels, "a sequence of argument names, or a callable")
 
     def check_intervals(self, task_name: str) -> None:
         """Refuse a lease that its own heartbeat cannot keep: L > R × H + J must hold.
@@ -156,8 +152,6 @@ class Settings:
         policy = _policy(name, policies)
         merged = {**app_values, **policy, **task_values}
         check_names(merged)
-        if isinstance(merged.get("labels"), list):
-            merged["labels"] = tuple(merged["labels"])
         settings = cls(**{key: value for key, value in merged.items() if value is not None})
         settings.check_intervals(task_name)
         return settings
@@ -228,7 +222,3 @@ def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_mapping(key: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise _illegal(key, value, "a mapping")
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_lease.config import Settings
-    from celery_lease.lease import LeaseRow
 
 __all__ = ("Desk",)
 
@@ -40,6 +39,8 @@ log = logging.getLogger("celery_lease")
 
 _TIMEOUT = 5.0
 _PAUSE = 1.0
+#: Seconds after which a reaper sends what the desk had taken and not sent.
+_RETRY_IN = 10.0
 
 
 @dataclass(order=True)
@@ -117,8 +118,7 @@ class Desk:
         if row is None:
             return "foreign" if store.find(task_id, timeout=_TIMEOUT) else "unclaimed"
         report.released(row.task_name, LeaseRef(task_id, owner_id, row.fencing_token), "crash")
-        sent = self._send_now(row)
-        return "foreign" if sent == "failed" else "settled"
+        return "foreign" if self._send_now(task_id) == "failed" else "settled"
 
     def fail(
         self, task_id: str, owner_id: str, error: str, *, announce_in: float
@@ -146,10 +146,9 @@ class Desk:
         if ref is None:
             return
         released = store.release(ref, cause=cause, charge=False, dispatch=True, timeout=_TIMEOUT)
-        row = store.find(task_id, timeout=_TIMEOUT) if released is not None else None
-        if row is not None:
-            report.released(row.task_name, ref, cause)
-            self._send_now(row)
+        if released is not None:
+            report.released(task_id, ref, cause)
+            self._send_now(task_id)
 
     def announce(self, ref: LeaseRef) -> None:
         """Celery has told the outcome."""
@@ -162,9 +161,12 @@ class Desk:
             return None
         return LeaseRef(task_id, owner_id, row.fencing_token)
 
-    def _send_now(self, row: LeaseRow) -> str:
-        """Do what a reaper would do in its next pass."""
+    def _send_now(self, task_id: str) -> str:
+        """Do what a reaper would do in its next pass, unless one has begun to."""
         runtime = Runtime.of(self.app)
+        row = runtime.store.take_one(task_id, retry_in=_RETRY_IN, timeout=_TIMEOUT)
+        if row is None:
+            return "taken"
         publisher = Publisher(self.app)
         reaper = Reaper(
             runtime.store,

@@ -170,6 +170,10 @@ def _reaper(phrases: Phrases) -> dict[str, str]:
             f" UPDATE {lease} AS lease {changes.take_update()} FROM due"
             f" WHERE lease.task_id = due.task_id RETURNING {columns}, {phrases.now}"
         ),
+        "take_one": (
+            f"UPDATE {lease} AS lease {changes.take_update()} WHERE task_id = :task_id"
+            f" AND {changes.due(phrases.now)} RETURNING {columns}, {phrases.now}"
+        ),
         "dispatched": (
             f"UPDATE {lease} AS lease"
             f" SET dispatch_at = {phrases.dialect.later('sent.resend_in')}"

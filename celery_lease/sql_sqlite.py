@@ -144,6 +144,12 @@ def _reaper(phrases: Phrases) -> dict[str, Script]:
                 f" RETURNING {phrases.row}",
             )
         ),
+        "take_one": Script(
+            (
+                f"UPDATE {lease} AS lease {changes.take_update()} WHERE task_id = :task_id"
+                f" AND {changes.due(phrases.now)} RETURNING {phrases.row}",
+            )
+        ),
         "dispatched": Script(
             (
                 f"UPDATE {lease} AS lease"

@@ -69,6 +69,20 @@ class ReaperStore:
         rows = self.database.run("take_due", params, timeout=timeout)
         return [Dispatch(lease_row(row, self.database.dialect)) for row in rows]
 
+    def take_one(
+        self, task_id: str, *, retry_in: float, timeout: float = _TIMEOUT
+    ) -> LeaseRow | None:
+        """Take one row if it is due, as :meth:`take_due` would; None if it is not, or not any more.
+
+        Args:
+            task_id: Its id.
+            retry_in: Seconds after which somebody else may take the row.
+            timeout: Seconds for the statement.
+        """
+        params = {"namespace": self.namespace, "task_id": task_id, "retry_in": float(retry_in)}
+        rows = self.database.run("take_one", params, timeout=timeout)
+        return lease_row(rows[0], self.database.dialect) if rows else None
+
     def dispatched(
         self, sent: Sequence[tuple[str, int, float]], *, timeout: float = _TIMEOUT
     ) -> None:
