@@ -109,6 +109,7 @@ class Server:
         port: Port on 127.0.0.1.
         pid: Process id of the server (of PostgreSQL's postmaster) that was started last.
         directory: Temporary folder with the data and the log.
+        embedded: Whether the program came with a wheel, and is not the machine's own.
     """
 
     url: str
@@ -120,6 +121,7 @@ class Server:
         self, kind: str, tree: Path, program: str, options: Mapping[str, str] | None = None
     ) -> None:
         plan = {"kind": kind, "tree": str(tree), "program": program, "options": dict(options or {})}
+        self.embedded = (tree / "__init__.py").is_file()
         self._starter = os.getpid()
         # Isolated (-I) and without site (-S): quick, and deaf to the starter's PYTHON* variables.
         self._supervisor = subprocess.Popen(
