@@ -115,3 +115,35 @@ def hold(
         clock=clock,
         **more,
     )
+
+
+class Room:
+    """A heartbeat whose threads are the test."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.renewals = Renewals(self.clock)
+        self.diary = Diary()
+        self.flushes: list[float] = []
+        self.idles: list[float] = []
+        self.heart = self.make()
+
+    def make(self, **options: object) -> Heartbeat:
+        """Make a heartbeat with other callbacks."""
+        settings = {
+            "clock": self.clock,
+            "threads": False,
+            "flush": self.flushes.append,
+            "idle": lambda: self.idles.append(self.clock.at),
+        }
+        return heartbeat(self.renewals, self.diary, **{**settings, **options})
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, stepping whenever the talker asked to be woken."""
+        end = self.clock.at + seconds
+        while True:
+            pause = self.heart.talk()
+            if self.clock.at + pause > end:
+                break
+            self.clock.at += max(pause, 1e-6)
+        self.clock.at = end
