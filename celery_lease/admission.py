@@ -23,7 +23,7 @@ from celery_lease.exceptions import (
     LeaseNotGranted,
     SchemaOutdated,
 )
-from celery_lease.lease import Claim, ClaimRequest, LeaseRef, LeaseRow, Verdict
+from celery_lease.lease import Claim, ClaimRequest, LeaseRef, LeaseRow, State, Verdict
 from celery_lease.message import capture, dispatch_number, successor
 from celery_lease.runtime import new_owner
 
@@ -150,8 +150,19 @@ class Admission:
             return self._give_up(row)
         if claim.replay and row is not None:
             return self._replay(claim.verdict, row)
-        final = claim.verdict not in (Verdict.HELD, Verdict.EXHAUSTED)
+        final = claim.verdict not in (Verdict.HELD, Verdict.EXHAUSTED) or self._is_spare(row)
         raise self.not_granted(claim.verdict.value, row, final=final)
+
+    def _is_spare(self, row: LeaseRow | None) -> bool:
+        """Whether the broker may drop this copy though an owner lives: the owner's is another.
+
+        Only where the row can bring the task back by itself. A copy with the
+        owner's delivery tag *is* the owner's, for a broker that has one entry
+        per message.
+        """
+        if row is None or row.state is State.QUEUED or row.payload is None:
+            return False
+        return None not in (self.tag, row.delivery_tag) and str(self.tag) != row.delivery_tag
 
     def _replay(self, verdict: Verdict, row: LeaseRow) -> Any:
         """Nobody has told this outcome yet: give it to Celery as if the body had just ended."""
