@@ -32,13 +32,14 @@ def visibility(seconds: float) -> dict[str, Any]:
 def test_a_task_longer_than_the_visibility_timeout_runs_once(
     crew: Crew, journal: Journal, redis_queue: RedisQueue
 ) -> None:
-    """Two workers, timeout 3 s, a task several times as long: one run, and the broker is empty."""
+    """Two workers, timeout 3 s: one run, one run of the chain's next link, an empty broker."""
     seconds = by_length(short=8.0, long=12.0)
     crew.start_many(2, conf=visibility(3))
-    result = crew.task("sleeper").delay(seconds)
+    result = (crew.task("sleeper").s(seconds) | crew.task("collector").s()).delay()
     assert 1 == result.get(timeout=seconds + 20)["token"]
     redis_queue.wait_empty()
     assert 1 == len(journal.entries("start"))
+    assert 1 == len(journal.entries("collected"))
 
 
 def test_a_neighbour_with_a_smaller_timeout_starts_nothing(

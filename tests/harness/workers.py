@@ -248,10 +248,14 @@ class Crew:
         """Return a task of the sender's app."""
         return self.app.tasks[name]
 
-    def close(self) -> None:
-        """Kill what still runs, and let go of the sender's connections."""
+    def close_workers(self) -> None:
+        """Kill what still runs."""
         for worker in self.workers:
             worker.kill_group()
+
+    def close(self) -> None:
+        """Kill what still runs, and let go of the sender's connections."""
+        self.close_workers()
         self.app.close()
 
 
