@@ -17,7 +17,8 @@ from sqlalchemy.exc import ArgumentError
 __all__ = ("checked_url",)
 
 _LEGAL = "postgresql+psycopg://user:password@host/database or sqlite:///path/to/file"
-_PASSWORD = re.compile(r"(://[^:/?#]*):.*@")
+#: Whatever stands before an @ and after a colon, in a text that is no URL.
+_PASSWORD = re.compile(r"^([^:/?#]*:?//[^:/?#]*|[^:/?#]*):.*@")
 #: RETURNING and UPDATE … FROM.
 _OLDEST_SQLITE = (3, 35, 0)
 

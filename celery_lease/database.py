@@ -123,7 +123,10 @@ class Database:
         except PoolTimeoutError as error:
             raise DatabaseUnavailable(str(error)) from error
         except self._driver.Error as error:
-            if _is_missing(error) and script != "version":
+            if _is_missing(error):
+                # SQLite says it with the class of error that stands for a database that is away.
+                if script == "version":
+                    raise
                 raise self._outdated(deadline) from error
             if self._is_unavailable(error):
                 raise DatabaseUnavailable(_detail(error)) from error

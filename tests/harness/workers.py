@@ -256,6 +256,9 @@ class Crew:
     def close(self) -> None:
         """Kill what still runs, and let go of the sender's connections."""
         self.close_workers()
+        client = vars(self.app.backend).get("client")  # a cached property of the Redis backend
+        if client is not None:
+            client.connection_pool.disconnect()
         self.app.close()
 
 
