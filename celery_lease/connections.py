@@ -86,6 +86,11 @@ class HeldConnections:
         # First in the row: SQLAlchemy's own first questions are bounded as well.
         event.listen(engine, "connect", self._bound_connection, insert=True)
 
+    @property
+    def idle(self) -> tuple[Any, ...]:
+        """The driver's connections that lie on the stack."""
+        return tuple(held.connection for held in self._stack)
+
     def take(self, deadline: float) -> tuple[_Held, bool]:
         """Return a connection and whether it is new."""
         if self._pid != os.getpid():
@@ -141,9 +146,10 @@ class HeldConnections:
             raise Overdue
         calls = self._calls
         calls.deadline, calls.line = deadline, None
+        connection: Any = None
         try:
             pooled = self._engine.raw_connection()
-            connection: Any = pooled.driver_connection
+            connection = pooled.driver_connection
             # Out of the pool: it is never reset by it, nor handed to somebody else.
             pooled.detach()
             connection.autocommit = True
@@ -151,10 +157,12 @@ class HeldConnections:
                 connection.prepare_threshold = _PREPARE_THRESHOLD
             new = calls.line is not None
             return _Held(connection, calls.line or Line(connection.fileno())), new
-        except DBAPIError as error:
-            if calls.line is not None and calls.line.cut:
+        except BaseException as error:  # noqa: BLE001 - it is raised again
+            if connection is not None:
+                connection.close()
+            if isinstance(error, Exception) and calls.line is not None and calls.line.cut:
                 raise Overdue from None
-            raise (error.orig or error) from None
+            raise _driver_error(error) from None
         finally:
             if calls.line is not None:
                 watch().remove(calls.line)
@@ -173,6 +181,11 @@ class HeldConnections:
         if deadline is not None:
             self._calls.line = Line(driver_connection.fileno())
             watch().add(self._calls.line, deadline)
+
+
+def _driver_error(error: BaseException) -> BaseException:
+    """Return the driver's error that SQLAlchemy has wrapped."""
+    return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
 
 
 def _is_straight(connection: Any) -> bool:
@@ -206,6 +219,8 @@ _fork_lock = _ForkLock()
 class FreshConnections:
     """Connections to a SQLite file, each for one transaction."""
 
+    idle = ()
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._checked = False
@@ -232,7 +247,7 @@ class FreshConnections:
         try:
             return self._engine.raw_connection()
         except DBAPIError as error:
-            raise (error.orig or error) from None
+            raise _driver_error(error) from None
 
     def _use_log(self, connection: Any) -> None:
         """Turn the write-ahead log on, once: readers and the writer then do not wait."""

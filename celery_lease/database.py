@@ -43,7 +43,7 @@ _CONFLICT_RETRIES = 3
 #: Read-only: a standby after a failover.
 _UNAVAILABLE_STATES = ("25006",)
 _MISSING_STATES = ("42P01", "42703", "3F000")
-_MISSING_WORDS = ("no such table", "no such column")
+_MISSING_WORDS = ("no such table", "no such column", "has no column named")
 _LOCKED_WORDS = ("locked", "busy")
 _LOCKED_PAUSE = 0.02
 
@@ -91,6 +91,13 @@ class Database:
     def engine(self) -> Engine:
         """The engine, made at its first use; it connects when it is asked to."""
         return self._open().engine
+
+    @property
+    def connections(self) -> tuple[Any, ...]:
+        """The driver's connections of this process that are held and not in use now."""
+        return tuple(
+            connection for opened in self._opened.values() for connection in opened.connections.idle
+        )
 
     def load_driver(self) -> None:
         """Import what a connection needs, and connect to nothing.
@@ -235,7 +242,9 @@ class Database:
 
     def _is_unavailable(self, error: Exception) -> bool:
         return (
-            isinstance(error, (self._driver.OperationalError, self._driver.InterfaceError))
+            # No class of its own: a file that is no database, or is damaged.
+            type(error) is self._driver.DatabaseError
+            or isinstance(error, (self._driver.OperationalError, self._driver.InterfaceError))
             or _state(error) in _UNAVAILABLE_STATES
         )
 

@@ -182,6 +182,18 @@ def test_a_due_row_is_taken_once(store: LeaseStore, other: LeaseStore, rows: Row
     assert ["task"] == _ids(other)
 
 
+def test_one_row_is_taken_like_many(store: LeaseStore, other: LeaseStore, rows: Rows) -> None:
+    """Who knows which task it is competes with the reapers, and one of them sends."""
+    held(store)
+    assert store.take_one("task", retry_in=30) is None
+    rows.expire("task")
+    store.reclaim(limit=10)
+    row = store.take_one("task", retry_in=30)
+    assert row is not None
+    assert (State.QUEUED, 1, 1) == (row.state, row.dispatch, row.dispatches)
+    assert (None, []) == (store.take_one("task", retry_in=30), _ids(other))
+
+
 def test_a_reported_dispatch_is_repeated_later(store: LeaseStore, rows: Rows) -> None:
     """A message that nobody claims is sent again, after the time that was given."""
     ref = held(store)
