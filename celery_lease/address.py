@@ -56,7 +56,7 @@ def _parsed(url: str | URL) -> URL:
 def _checked_sqlite(url: URL) -> URL:
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
         raise _illegal(url, "the driver for SQLite is pysqlite, Python's own")
-    if url.database in (None, "", ":memory:") or "mode=memory" in str(url.database):
+    if url.database in (None, "", ":memory:") or url.query.get("mode") == "memory":
         raise _illegal(url, "a database in memory belongs to one process, leases to all of them")
     if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
         needed = ".".join(map(str, _OLDEST_SQLITE))
