@@ -16,11 +16,11 @@ from celery.bin.base import CeleryCommand, CeleryOption
 from celery.exceptions import ImproperlyConfigured
 
 from celery_lease import migrations
+from celery_lease.clerk import make_reaper
 from celery_lease.database import Database
 from celery_lease.exceptions import DatabaseUnavailable, SchemaOutdated
 from celery_lease.options import app_settings
 from celery_lease.store import check_schema
-from celery_lease.worker import make_reaper
 
 if TYPE_CHECKING:
     from celery import Celery

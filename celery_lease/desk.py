@@ -1,32 +1,31 @@
-"""The main process's desk: a thread that settles the leases of lost children.
+"""Where a worker's main process leaves work for its clerk, and gets the answers.
 
 A worker's event loop must never wait for the lease database, and its channels
-belong to its own thread. So whatever the main process has to tell the database
-is left here; the desk asks, tries again while the database is away, publishes
-over connections of its own, and leaves what concerns the event loop with the
-loop's timer. It is started with the first job, and never before a fork of its
-own doing.
+belong to its own thread. So nothing here waits: a job is written to a socket
+that never blocks (or, in pools that do not fork, left with threads), and an
+answer comes back through the event loop. See :mod:`celery_lease.clerk`.
 """
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import itertools
+import json
 import logging
 import os
+import signal
+import socket
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_lease import report
-from celery_lease.exceptions import DatabaseUnavailable
-from celery_lease.lease import LeaseRef, State
+from billiard import process
+from celery import platforms
+from celery.worker import state as worker_state
+from kombu.asynchronous import set_event_loop
+
+from celery_lease.clerk import Clerk
 from celery_lease.options import is_leased, settings_of
-from celery_lease.publisher import Publisher
-from celery_lease.reaper import Reaper
-from celery_lease.runtime import Runtime
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -37,18 +36,11 @@ __all__ = ("Desk",)
 
 log = logging.getLogger("celery_lease")
 
-_TIMEOUT = 5.0
-_PAUSE = 1.0
-#: Seconds after which a reaper sends what the desk had taken and not sent.
-_RETRY_IN = 10.0
+Then = Callable[[Any], None]
 
-
-@dataclass(order=True)
-class _Job:
-    due: float
-    number: int
-    until: float = field(compare=False)
-    work: Callable[[], None] = field(compare=False)
+#: Seconds in which a clerk finishes its jobs after its worker has ended.
+_LAST_JOBS = 5.0
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Desk:
@@ -65,10 +57,15 @@ class Desk:
         #: The worker's consumer, while there is one.
         self.consumer: Any = None
         self._settings: dict[str, Settings | None] = {}
-        self._jobs: list[_Job] = []
         self._numbers = itertools.count()
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._then: dict[int, Then] = {}
+        self._clerk: Clerk | None = None
+        self._hostname = ""
+        self._pid = 0
+        self._socket: socket.socket | None = None
+        self._read = b""
+        #: What a thread reads, where there is no event loop.
+        self._reader: socket.socket | None = None
 
     @classmethod
     def of(cls, app: Celery) -> Desk:
@@ -85,125 +82,152 @@ class Desk:
             self._settings[task.name] = settings_of(task) if is_leased(task) else None
         return self._settings[task.name]
 
-    def submit(self, work: Callable[[], None], *, patience: float) -> None:
-        """Leave a job; while the database is away it is tried again for ``patience`` seconds."""
-        now = time.monotonic()
-        with self._wake:
-            heapq.heappush(self._jobs, _Job(now, next(self._numbers), now + patience, work))
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="lease-desk", daemon=True)
-                self._thread.start()
-            self._wake.notify()
+    def open(self, hostname: str, *, forks: bool) -> None:
+        """Engage the clerk.
 
-    def on_loop(self, call: Callable[[], None], *, after: float = 0.05) -> None:
-        """Leave a call with the worker's own timer: channels belong to the event loop."""
-        if self.consumer is not None:
-            self.consumer.timer.call_after(after, call)
-
-    # -- jobs ----------------------------------------------------------------
-
-    def child_lost(self, task_id: str, owner_id: str) -> str:
-        """Release the lease of a child that died, and send the task again at once.
-
-        Returns:
-            ``settled`` (sent again, or ended: this copy is needed no more),
-            ``foreign`` (somebody else has the task, perhaps by this very entry
-            in the broker) or ``unclaimed`` (the message is the only trace).
-
-        Raises:
-            DatabaseUnavailable: Nothing is known; the lease expires by itself.
+        Args:
+            hostname: The worker's node name.
+            forks: Whether this process forks its pool.
         """
-        store = Runtime.of(self.app).store
-        row = store.crashed(task_id, owner_id, timeout=_TIMEOUT)
-        if row is None:
-            return "foreign" if store.find(task_id, timeout=_TIMEOUT) else "unclaimed"
-        report.released(row.task_name, LeaseRef(task_id, owner_id, row.fencing_token), "crash")
-        return "foreign" if self._send_now(task_id) == "failed" else "settled"
+        self._hostname = hostname
+        if forks:
+            self._fork()
+        else:
+            self._clerk = Clerk(self.app, hostname)
+            self._clerk.start()
 
-    def fail(
-        self, task_id: str, owner_id: str, error: str, *, announce_in: float
-    ) -> LeaseRef | None:
-        """Fail a task whose child was killed at its time limit, under the fence."""
-        ref = self._ref(task_id, owner_id)
-        store = Runtime.of(self.app).store
-        if ref and store.fail(ref, error, announce_in=announce_in, timeout=_TIMEOUT):
-            return ref
-        return None
+    def close(self) -> None:
+        """The worker is ending: let the clerk finish what it has."""
+        if self._clerk is not None:
+            self._clerk.stop()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
-    def cancel(self, task_id: str, owner_id: str, reason: str) -> None:
-        """A revoke was told by Celery: let the row know, so that nobody runs the task again."""
-        store = Runtime.of(self.app).store
-        store.cancel(task_id, reason, timeout=_TIMEOUT)
-        store.crashed(task_id, owner_id, timeout=_TIMEOUT)
-        row = store.find(task_id, timeout=_TIMEOUT)
-        if row is not None and row.state is State.CANCELLED:
-            self.announce(LeaseRef(task_id, owner_id, row.fencing_token))
-
-    def hand_back(self, task_id: str, owner_id: str, cause: str) -> None:
-        """Celery took the task from its child: send it again without a charge."""
-        ref = self._ref(task_id, owner_id)
-        store = Runtime.of(self.app).store
-        if ref is None:
+    def submit(self, work: str, *arguments: Any, patience: float, then: Then | None = None) -> None:
+        """Leave a job; ``then`` is called with its answer in the event loop."""
+        job = {"work": work, "args": arguments, "patience": patience}
+        if self._clerk is not None:
+            self._clerk.submit(job, lambda answer: self._answered(then, answer))
             return
-        released = store.release(ref, cause=cause, charge=False, dispatch=True, timeout=_TIMEOUT)
-        if released is not None:
-            report.released(task_id, ref, cause)
-            self._send_now(task_id)
+        number = next(self._numbers)
+        if then is not None:
+            self._then[number] = then
+        self._send({**job, "number": number})
 
-    def announce(self, ref: LeaseRef) -> None:
-        """Celery has told the outcome."""
-        Runtime.of(self.app).store.announce([ref], timeout=_TIMEOUT)
+    def look(self) -> None:
+        """Engage another clerk if the process of this one has ended."""
+        if self._pid and self._socket is not None and _has_ended(self._pid):
+            log.warning("clerk_ended pid=%s", self._pid)
+            self._then.clear()
+            self._fork()
+            self.attach(getattr(self.consumer, "hub", None))
 
-    def _ref(self, task_id: str, owner_id: str) -> LeaseRef | None:
-        """The grant of an owner. Only a hint: every statement checks it again."""
-        row = Runtime.of(self.app).store.find(task_id, timeout=_TIMEOUT)
-        if row is None or row.owner_id != owner_id:
-            return None
-        return LeaseRef(task_id, owner_id, row.fencing_token)
+    def attach(self, hub: Any = None) -> None:
+        """Have the answers read by the event loop, or by a thread where there is none."""
+        if self._socket is None:
+            return
+        if hub is not None:
+            hub.add_reader(self._socket.fileno(), self._on_readable)
+        elif self._reader is not self._socket:
+            self._reader = self._socket
+            threading.Thread(target=self._keep_reading, name="lease-answers", daemon=True).start()
 
-    def _send_now(self, task_id: str) -> str:
-        """Do what a reaper would do in its next pass, unless one has begun to."""
-        runtime = Runtime.of(self.app)
-        row = runtime.store.take_one(task_id, retry_in=_RETRY_IN, timeout=_TIMEOUT)
-        if row is None:
-            return "taken"
-        publisher = Publisher(self.app)
-        reaper = Reaper(
-            runtime.store,
-            publish=publisher,
-            owner="",
-            interval=runtime.settings.reaper_interval,
-            retention=runtime.settings.retention,
-        )
+    def _send(self, job: dict[str, Any]) -> None:
+        self.look()
         try:
-            return reaper.send(row, timeout=_TIMEOUT)
-        finally:
-            publisher.close()
+            if self._socket is None:
+                raise BrokenPipeError("no clerk")
+            self._socket.send(json.dumps(job).encode() + b"\n")
+        except OSError as exc:
+            # The lease expires by itself, and a reaper finds it.
+            log.warning("clerk_not_reached work=%s error=%s", job["work"], type(exc).__name__)
+            self._then.pop(job["number"], None)
 
-    # -- thread --------------------------------------------------------------
+    def _on_readable(self, *_: Any) -> None:
+        try:
+            data = self._socket.recv(65536) if self._socket is not None else b""
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            hub = getattr(self.consumer, "hub", None)
+            if hub is not None and self._socket is not None:
+                hub.remove(self._socket.fileno())
+            return
+        *lines, self._read = (self._read + data).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            self._answered(self._then.pop(answer["number"], None), answer["answer"])
 
-    def _run(self) -> None:
-        while True:
-            job = self._next()
+    def _keep_reading(self) -> None:
+        watched = self._socket
+        while watched is not None and watched is self._socket:
+            with contextlib.suppress(OSError, ValueError):
+                watched.setblocking(True)
+                data = watched.recv(1, socket.MSG_PEEK)
+                if not data:
+                    return
+            self._on_readable()
+
+    def _answered(self, then: Then | None, answer: Any) -> None:
+        """Channels belong to the event loop, so its timer makes the call."""
+        if then is not None and self.consumer is not None:
+            self.consumer.timer.call_after(0.0, then, (answer,))
+
+    def _fork(self) -> None:
+        mine, its = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            mine.close()
             try:
-                job.work()
-            except DatabaseUnavailable as exc:
-                if time.monotonic() < job.until:
-                    self._again(job)
-                else:
-                    log.warning("desk_gave_up detail=%s", exc.detail)
-            except Exception:
-                log.exception("desk_job_failed")
+                _be_clerk(self.app, self._hostname, its)
+            finally:
+                os._exit(0)
+        its.close()
+        mine.setblocking(False)
+        old, self._socket, self._pid, self._read = self._socket, mine, pid, b""
+        if old is not None:
+            old.close()
+        # Else a child that is forked later would keep the clerk from seeing the end of this process.
+        os.register_at_fork(after_in_child=mine.close)
+        log.info("clerk_engaged pid=%s", pid)
 
-    def _next(self) -> _Job:
-        with self._wake:
-            while True:
-                wait = self._jobs[0].due - time.monotonic() if self._jobs else None
-                if wait is not None and wait <= 0:
-                    return heapq.heappop(self._jobs)
-                self._wake.wait(wait)
 
-    def _again(self, job: _Job) -> None:
-        with self._wake:
-            due = time.monotonic() + _PAUSE
-            heapq.heappush(self._jobs, _Job(due, job.number, job.until, job.work))
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True
+
+
+def _be_clerk(app: Celery, hostname: str, line: socket.socket) -> None:
+    """The clerk's process, until its worker has ended."""
+    for name in _IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    set_event_loop(None)
+    worker_state.reset_state()
+    me: Any = process.current_process()
+    me._name = "LeaseClerk"  # noqa: SLF001 - what the log calls this process
+    platforms.set_mp_process_title("celeryd", info="lease clerk", hostname=hostname)
+    forked: Any = app
+    forked._after_fork()  # noqa: SLF001 - celery has no other name for it
+    lock = threading.Lock()
+
+    def reply_to(number: int) -> Then:
+        def reply(answer: Any) -> None:
+            with lock, contextlib.suppress(OSError):
+                line.sendall(json.dumps({"number": number, "answer": answer}).encode() + b"\n")
+
+        return reply
+
+    clerk = Clerk(app, hostname)
+    clerk.start()
+    with line.makefile("rb") as jobs:
+        for job in map(json.loads, jobs):
+            clerk.submit(job, reply_to(job["number"]))
+    clerk.stop()
+    clerk.finish(_LAST_JOBS)

@@ -34,7 +34,6 @@ from celery_lease.runtime import new_owner
 
 if TYPE_CHECKING:
     from celery_lease.config import Settings
-    from celery_lease.lease import LeaseRef
 
 __all__ = ("LeasedRequest",)
 
@@ -64,7 +63,6 @@ class LeasedRequest(_Request):  # type: ignore[misc]
         pickle sends it once. It travels among the properties, which, unlike
         headers, are never copied to the next message.
         """
-        eventer = self._eventer
         self._request_dict["properties"] = {
             **(self._request_dict.get("properties") or {}),
             "lease": {
@@ -73,9 +71,16 @@ class LeasedRequest(_Request):  # type: ignore[misc]
                 "content_type": self._content_type,
                 "content_encoding": self._content_encoding,
                 "headers": dict(headers or {}),
-                "events": bool(eventer and eventer.enabled and self._task.send_events),
+                "events": self._sends_events(),
             },
         }
+
+    def _sends_events(self) -> bool:
+        """Whether the app sends *task* events: a worker's own go out in any case."""
+        eventer = self._eventer
+        groups = getattr(eventer, "groups", None)
+        enabled = bool(eventer and eventer.enabled and self._task.send_events)
+        return enabled and (not groups or "task" in groups)
 
     @property
     def _desk(self) -> Desk:
@@ -112,11 +117,11 @@ class LeasedRequest(_Request):  # type: ignore[misc]
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: FBT001, FBT002
         """The connection was lost and Celery kills the child: hand its lease back."""
         super().cancel(pool, signal, emit_retry)
-        self._settle(lambda: self._desk.hand_back(self.id, self._lease_owner, "connection_lost"))
+        self._settle("hand_back", "connection_lost")
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:  # noqa: FBT001
         super()._announce_revoked(reason, terminated, signum, expired)
-        self._settle(lambda: self._desk.cancel(self.id, self._lease_owner, reason))
+        self._settle("cancel", reason)
 
     def _turned_away(self, exc: LeaseNotGranted) -> None:
         task_ready(self)
@@ -172,12 +177,11 @@ class LeasedRequest(_Request):  # type: ignore[misc]
             error=type(exc).__name__,
         )
 
-        def settle() -> None:
-            found = self._desk.child_lost(self.id, self._lease_owner)
-            ends = {"unclaimed": partial(self.reject, requeue=True), "settled": self.acknowledge}
-            self._desk.on_loop(ends.get(found, self._forget))
+        self._settle("child_lost", then=self._settled)
 
-        self._settle(settle)
+    def _settled(self, found: str | None) -> None:
+        ends = {"unclaimed": partial(self.reject, requeue=True), "settled": self.acknowledge}
+        ends.get(found or "", self._forget)()
 
     def _fenced(self, exc: TimeLimitExceeded, then: Callable[[], Any]) -> None:
         """Do what Celery does at a hard time limit, once the row has accepted the failure."""
@@ -186,22 +190,26 @@ class LeasedRequest(_Request):  # type: ignore[misc]
             return
         error = outcome.encode_error(self._task, exc)
         announce_in = self._lease_settings.duration
+        self._settle("fail", error, announce_in, then=self._after_fence)
 
-        def settle() -> None:
-            ref = self._desk.fail(self.id, self._lease_owner, error, announce_in=announce_in)
-            self._desk.on_loop(partial(self._after_fence, ref))
-
-        self._settle(settle)
-
-    def _after_fence(self, ref: LeaseRef | None) -> None:
-        if ref is None:
+    def _after_fence(self, token: int | None) -> None:
+        if not token:
             task_ready(self)
             self._forget()
             return
         for call in self._lease_after:
             call()
-        self._settle(lambda: self._desk.announce(ref))
+        self._settle("announce", token)
 
-    def _settle(self, work: Callable[[], Any]) -> None:
+    def _settle(
+        self, work: str, *arguments: Any, then: Callable[[Any], None] | None = None
+    ) -> None:
         if self._lease_settings is not None:
-            self._desk.submit(work, patience=self._lease_settings.duration)
+            self._desk.submit(
+                work,
+                self.id,
+                self._lease_owner,
+                *arguments,
+                patience=self._lease_settings.duration,
+                then=then,
+            )

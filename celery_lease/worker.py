@@ -1,4 +1,4 @@
-"""The worker's part: a reaper thread, the check at start, and the way to the consumer.
+"""The worker's part: the check at start, the clerk, and the way to the consumer.
 
 Installed into any app that has a leased task, by binding the task; a user
 writes no line for it. Nothing here runs at import or before the pool has
@@ -9,28 +9,21 @@ for its first claim would be a second late.
 from __future__ import annotations
 
 import logging
-import threading
+import os
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 
-from celery_lease import report, signals
 from celery_lease.database import Database
 from celery_lease.desk import Desk
 from celery_lease.exceptions import DatabaseUnavailable
-from celery_lease.lease import LeaseRef
 from celery_lease.options import app_settings, leased_tasks, settings_of
-from celery_lease.publisher import Publisher
-from celery_lease.reaper import Reaper
-from celery_lease.runtime import Runtime, new_owner
 from celery_lease.store import check_schema
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_lease.lease import Reclaimed
-
-__all__ = ("LeaseConsumer", "LeaseWorker", "install", "make_reaper")
+__all__ = ("LeaseConsumer", "LeaseWorker", "install")
 
 log = logging.getLogger("celery_lease")
 
@@ -44,49 +37,14 @@ def install(app: Celery) -> None:
     app.steps["consumer"].add(LeaseConsumer)
 
 
-def make_reaper(app: Celery, hostname: str) -> tuple[Reaper, Publisher]:
-    """A reaper for an app, and the publisher to close after it.
-
-    Raises:
-        celery.exceptions.ImproperlyConfigured: The app's settings are wrong.
-    """
-    runtime = Runtime.of(app)
-    publisher = Publisher(app)
-    reaper = Reaper(
-        runtime.store,
-        publish=publisher,
-        owner=new_owner(hostname),
-        interval=runtime.settings.reaper_interval,
-        retention=runtime.settings.retention,
-        on_reclaimed=_on_reclaimed,
-    )
-    return reaper, publisher
-
-
-def _on_reclaimed(entry: Reclaimed) -> None:
-    report.line(
-        logging.WARNING,
-        "job_reclaimed",
-        job=entry.task_id,
-        token=entry.fencing_token,
-        owner=entry.owner_id,
-        state=entry.state.value,
-        late=round(entry.late, 1),
-        crashes=entry.crashes,
-    )
-    ref = LeaseRef(entry.task_id, entry.owner_id or "", entry.fencing_token)
-    report.tell(signals.lease_reclaimed, entry.task_name, ref, state=entry.state.value)
-
-
 class LeaseWorker(bootsteps.StartStopStep):
-    """Checks the deployment when the worker starts, then reaps while it runs."""
+    """Checks the deployment when the worker starts, then engages the clerk."""
 
     requires = ("celery.worker.components:Pool",)
 
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._desk: Desk | None = None
         # Wrong settings end the worker here, before it takes a message; and the
         # driver is imported before the pool forks.
         if leased_tasks(worker.app):
@@ -101,40 +59,39 @@ class LeaseWorker(bootsteps.StartStopStep):
         return bool(leased_tasks(worker.app))
 
     def start(self, worker: Any) -> None:
-        """Check the tables, then start the reaper.
+        """Check the tables, then engage the clerk, which reaps.
 
         Raises:
             SchemaOutdated: The tables are missing, old or too new.
         """
-        runtime = Runtime.of(worker.app)
+        settings = app_settings(worker.app)
+        database = Database(settings.url, settings.engine_options, schema=settings.schema)
         try:
-            check_schema(runtime.database)
+            check_schema(database)
         except DatabaseUnavailable as exc:
             # Ordinary tasks go on; leased ones wait until the database is back.
             log.warning("lease_database_unavailable_at_start detail=%s", exc.detail)
-        if runtime.settings.reaper:
-            self._thread = threading.Thread(
-                target=self._reap,
-                args=(worker.app, worker.hostname),
-                name="lease-reaper",
-                daemon=True,
-            )
-            self._thread.start()
+        finally:
+            database.dispose()
+        self._desk = Desk.of(worker.app)
+        self._desk.open(worker.hostname, forks=_forks(worker.pool))
 
-    def stop(self, worker: Any) -> None:  # noqa: ARG002 - celery's signature
-        """Tell the reaper to end; a pass under way may be abandoned at any line."""
-        self._stop.set()
+    def register_with_event_loop(self, worker: Any, hub: Any) -> None:  # noqa: ARG002 - celery's signature
+        """The loop begins, or begins anew after a lost connection."""
+        if self._desk is not None:
+            self._desk.attach(hub)
+
+    def stop(self, worker: Any) -> None:
+        """Tasks still run in a warm shutdown: the clerk stays until the process ends."""
 
     def terminate(self, worker: Any) -> None:
         """As :meth:`stop`."""
-        self.stop(worker)
 
-    def _reap(self, app: Celery, hostname: str) -> None:
-        reaper, publisher = make_reaper(app, hostname)
-        try:
-            reaper.run(self._stop)
-        finally:
-            publisher.close()
+
+def _forks(pool: Any) -> bool:
+    return hasattr(os, "fork") and any(
+        kind.__module__ == "celery.concurrency.prefork" for kind in type(pool).__mro__
+    )
 
 
 class LeaseConsumer(bootsteps.StartStopStep):
@@ -155,8 +112,14 @@ class LeaseConsumer(bootsteps.StartStopStep):
         Desk.of(consumer.app).consumer = consumer
         # A child's exit can be signalled before the child can be reaped; the
         # pool then looks again only after five seconds.
-        if consumer.hub is not None and self._look is None:
-            self._look = consumer.hub.call_repeatedly(_LOOK, consumer.pool.maintain_pool)
+        if consumer.hub is None:
+            Desk.of(consumer.app).attach()
+        elif self._look is None:
+            self._look = consumer.hub.call_repeatedly(_LOOK, self._look_around, consumer)
+
+    def _look_around(self, consumer: Any) -> None:
+        consumer.pool.maintain_pool()
+        Desk.of(consumer.app).look()
 
     def stop(self, consumer: Any) -> None:
         """The connection is going."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,12 +115,17 @@ class WorkerProcess:
         return self.process.poll() is None
 
     def children(self) -> list[int]:
-        """Return the pool children's process ids, in ascending order."""
+        """Return the pool children's process ids, in ascending order; not the lease clerk's."""
         try:
             found = psutil.Process(self.pid).children()
         except psutil.NoSuchProcess:
             return []
-        return sorted(child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE)
+        others = set(map(int, re.findall(r"clerk_engaged pid=(\d+)", self.log())))
+        return sorted(
+            child.pid
+            for child in found
+            if child.status() != psutil.STATUS_ZOMBIE and child.pid not in others
+        )
 
     def stop(self, timeout: float = 20.0) -> int:
         """Shut down warmly (SIGTERM) and return the exit status.
