@@ -127,7 +127,8 @@ def test_an_orphaned_child_beats_no_longer(crew: Crew, journal: Journal, rows: R
     second = crew.start("second")
     os.kill(first.pid, signal.SIGKILL)
     again = journal.wait("start", count=2, timeout=recovery(0))[1]
-    assert (2, [again.pid]) == (again.token, second.children())
+    assert 2 == again.token
+    assert again.pid in second.children()
     value = result.get(timeout=6 + SLACK)
     assert (2, again.pid) == (value["token"], value["pid"])
     until(lambda: not psutil.pid_exists(start.pid), what="the orphan has ended")
