@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ Then = Callable[[Any], None]
 
 #: Seconds in which a clerk finishes its jobs after its worker has ended.
 _LAST_JOBS = 5.0
+#: Seconds between two clerks.
+_PAUSE = 2.0
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -62,6 +65,7 @@ class Desk:
         self._clerk: Clerk | None = None
         self._hostname = ""
         self._pid = 0
+        self._engaged_at = 0.0
         self._socket: socket.socket | None = None
         self._read = b""
         #: What a thread reads, where there is no event loop.
@@ -116,8 +120,10 @@ class Desk:
         self._send({**job, "number": number})
 
     def look(self) -> None:
-        """Engage another clerk if the process of this one has ended."""
-        if self._pid and self._socket is not None and _has_ended(self._pid):
+        """Engage another clerk if the process of this one has ended, but not in a hot loop."""
+        if self._socket is None or time.monotonic() < self._engaged_at + _PAUSE:
+            return
+        if _has_ended(self._pid):
             log.warning("clerk_ended pid=%s", self._pid)
             self._then.clear()
             self._fork()
@@ -192,6 +198,7 @@ class Desk:
             old.close()
         # Else a child that is forked later would keep the clerk from seeing the end of this process.
         os.register_at_fork(after_in_child=mine.close)
+        self._engaged_at = time.monotonic()
         log.info("clerk_engaged pid=%s", pid)
 
 
