@@ -119,6 +119,16 @@ def test_failure_is_unknown_told_once_and_retried_soon(room: Room) -> None:
     assert held.status == "held"
 
 
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()])
+def test_whatever_a_renewal_raises_is_trouble(room: Room, error: BaseException) -> None:
+    """Nothing that comes out of it ends the talker, or goes untold."""
+    room.heart.add(hold("t", room.clock))
+    room.renewals.script.append(error)
+    room.run(35)
+    assert [("unknown", "t"), ("renewed", "t")] == room.diary.lines
+    assert [error] == room.diary.errors
+
+
 def test_a_second_outage_is_told_again(room: Room) -> None:
     """Each change to unknown is an event of its own."""
     room.heart.add(hold("t", room.clock))
