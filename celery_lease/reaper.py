@@ -54,6 +54,8 @@ class Pass:
     failed: int = 0
     #: Seconds until another pass makes sense.
     next_in: float = 0.0
+    #: It only looked: the first pass after a gap takes no lease away.
+    grace: bool = False
 
 
 def resend_in(row: LeaseRow) -> float:
@@ -130,7 +132,8 @@ class Reaper:
         self._passes += 1
         if self._passes % 100 == 1:
             self.store.purge(older_than=self.retention, limit=1000, timeout=timeout)
-        return Pass(True, reclaimed, sent, announced, failed, max(turn.next_in, 0.05))
+        next_in = max(turn.next_in, 0.05)
+        return Pass(True, reclaimed, sent, announced, failed, next_in, turn.grace)
 
     def _reclaim(self, timeout: float) -> int:
         total = 0
