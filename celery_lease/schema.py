@@ -153,8 +153,8 @@ def _lease(metadata: MetaData) -> Table:
         Column("claimed_at", Instant),
         Column("finished_at", Instant),
         CheckConstraint(f"state IN ({legal})", name="celery_lease_state"),
-        # A beat must not touch an index: a free slot in the same page is enough (HOT).
-        postgresql_with={"fillfactor": 50},
+        # Not here: PostgreSQL's fillfactor of 50, which the migration sets, so that a beat finds a
+        # free slot in the same page (HOT). SQLAlchemy has no name for it before 2.1.
     )
     # No index holds a column that a renewal changes: a beat stays a heap-only update.
     _partial(Index, "celery_lease_running", table.c.namespace, where="state = 'running'")
