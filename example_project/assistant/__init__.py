@@ -1,0 +1,1 @@
+"""An example to copy: an assistant whose model calls and payments survive their worker."""
