@@ -91,10 +91,8 @@ class Dialect:
     placed: Callable[[str], str]
     #: A value of an instant's column -> an aware datetime in UTC.
     instant: Callable[[Any], datetime | None]
-    #: A name, rows of values -> the parameters that carry the rows into a statement.
+    #: A name, rows that begin with a task id -> the parameters that carry them.
     batch: Callable[[str, Sequence[Sequence[Any]]], dict[str, Any]]
-    #: A name, column names and types -> SQL of those rows as a table.
-    rows: Callable[[str, dict[str, str]], str]
 
 
 def dialect_named(name: str) -> Dialect:
@@ -130,20 +128,11 @@ def _sqlite_plus(instant: str, seconds: str) -> str:
     return f"strftime('%Y-%m-%d %H:%M:%f', {instant}, printf('%+.3f seconds', {seconds})) || '000'"
 
 
-def _arrays(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    return {f"{name}_{index}": list(column) for index, column in enumerate(zip(*rows, strict=True))}
-
-
-def _unnested(name: str, columns: dict[str, str]) -> str:
-    arrays = ", ".join(f":{name}_{index}::{kind}[]" for index, kind in enumerate(columns.values()))
-    return f"unnest({arrays}) AS {name}({', '.join(columns)})"
-
-
-def _from_json(name: str, columns: dict[str, str]) -> str:
-    values = ", ".join(
-        f"json_extract(value, '$[{index}]') AS {column}" for index, column in enumerate(columns)
-    )
-    return f"(SELECT {values} FROM json_each(:{name})) AS {name}"
+def _by_task(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    return {
+        f"{name}_ids": [task_id for task_id, *_ in rows],
+        name: json.dumps({task_id: rest for task_id, *rest in rows}),
+    }
 
 
 def _members(members: dict[str, str]) -> str:
@@ -162,8 +151,7 @@ POSTGRESQL = Dialect(
     json_truth=lambda truth: f"({truth})",
     placed=_placed_for_psycopg,
     instant=_from_timestamptz,
-    batch=_arrays,
-    rows=_unnested,
+    batch=_by_task,
 )
 
 SQLITE = Dialect(
@@ -179,5 +167,4 @@ SQLITE = Dialect(
     placed=lambda statement: statement,
     instant=_from_text,
     batch=lambda name, rows: {name: json.dumps(rows)},
-    rows=_from_json,
 )

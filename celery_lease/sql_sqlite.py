@@ -19,8 +19,16 @@ def sqlite_scripts(phrases: Phrases) -> dict[str, Script]:
     return {**_holder(phrases), **_keeper(phrases), **_reaper(phrases)}
 
 
+def _table(name: str, *columns: str) -> str:
+    """Return the rows of a batch as a table."""
+    values = ", ".join(
+        f"json_extract(value, '$[{index}]') AS {column}" for index, column in enumerate(columns)
+    )
+    return f"(SELECT {values} FROM json_each(:{name})) AS {name}"
+
+
 def _announce(phrases: Phrases) -> str:
-    rows = phrases.dialect.rows("done", {"task_id": "", "fencing_token": ""})
+    rows = _table("done", "task_id", "fencing_token")
     return (
         f"UPDATE {phrases.names.lease} AS lease SET {phrases.announced} FROM {rows}"
         " WHERE lease.task_id = done.task_id AND lease.fencing_token = done.fencing_token"
@@ -48,12 +56,12 @@ def _claim(phrases: Phrases) -> tuple[str, ...]:
 
 
 def _renew(phrases: Phrases) -> str:
-    columns = dict.fromkeys(("task_id", "owner_id", "fencing_token", "duration", "details"), "")
+    rows = _table("beat", "task_id", "owner_id", "fencing_token", "duration", "details")
     return (
         f"UPDATE {phrases.names.lease} AS lease SET"
         f" lease_until = {phrases.dialect.later('beat.duration')}, heartbeat_at = {phrases.now},"
         " details = COALESCE(beat.details, lease.details)"
-        f" FROM {phrases.dialect.rows('beat', columns)}"
+        f" FROM {rows}"
         " WHERE lease.task_id = beat.task_id AND lease.owner_id = beat.owner_id"
         " AND lease.fencing_token = beat.fencing_token"
         f" AND state = 'running' AND lease_until > {phrases.now}"
@@ -134,7 +142,7 @@ def _reaper(phrases: Phrases) -> dict[str, Script]:
         f" AND announced_at IS NOT NULL AND finished_at <= {phrases.dialect.later('-:older_than')}"
         " ORDER BY finished_at LIMIT :limit"
     )
-    sent = phrases.dialect.rows("sent", {"task_id": "", "dispatch": "", "resend_in": ""})
+    sent = _table("sent", "task_id", "dispatch", "resend_in")
     return {
         "reclaim": _reclaim(phrases),
         "take_due": Script(
