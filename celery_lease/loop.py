@@ -59,13 +59,11 @@ class Loop:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread, unless the loop was stopped, which is for ever.
+        """Start the thread; after :meth:`stop` it ends at once.
 
         Raises:
             RuntimeError: The system has no thread left.
         """
-        if self._stopped:
-            return
         thread = threading.Thread(target=self._run, name=f"celery-lease-{self._name}", daemon=True)
         # Noted first: a thread that is not the noted one ends by itself.
         self._thread = thread

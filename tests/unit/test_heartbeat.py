@@ -37,6 +37,22 @@ def test_each_beat_is_one_request_an_interval_after_the_last(room: Room) -> None
     assert room.diary.lines == [("renewed", "t")] * 4
 
 
+def test_a_slow_answer_does_not_lengthen_trust(room: Room) -> None:
+    """Trust counts from the start of the request, and the next beat too."""
+    held = hold("t", room.clock)
+    room.heart.add(held)
+
+    def crawl(renewals: list[Renewal]) -> list[Renewed]:
+        room.clock.at += 20
+        return room.renewals.grant(renewals)
+
+    room.renewals.script.append(crawl)
+    room.run(30)
+    ((started, _, _),) = room.renewals.calls
+    assert started + 88 == held.trusted_until
+    assert started + 30 == held.due_at
+
+
 def test_leases_half_through_their_interval_come_along(room: Room) -> None:
     """Thousand leases claimed at different moments end in one request per beat."""
     for number in range(1000):
