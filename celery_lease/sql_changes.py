@@ -32,7 +32,8 @@ class Changes:
         values = (
             ":task_id, :namespace, :task_name, 'running', :owner_id,"
             f" {self.phrases.dialect.later(':lease_duration')}, {token}, {now}, {attempt},"
-            " :retries, :max_attempts, :lease_duration, :dispatch, :payload, :message,"
+            # The row numbers its dispatches, from nought: a message may claim any number.
+            " :retries, :max_attempts, :lease_duration, 0, :payload, :message,"
             f" :delivery_tag, :labels, :keep_payload, {now}, {now}"
         )
         return f"INSERT INTO {self.phrases.names.lease} AS lease ({_TAKEN})", values

@@ -109,7 +109,7 @@ class LeasedTask(Task):  # type: ignore[type-arg]
     @property
     def lease(self) -> RunningLease | StandInLease:
         """The lease of the execution that runs here; a stand-in outside a worker."""
-        execution: Execution | None = getattr(self.request, _EXECUTION, None)
+        execution = _execution(self.request)
         if execution is not None and execution.lease is not None:
             return execution.lease
         return StandInLease(self.request.id or "local", self.name)
@@ -122,7 +122,7 @@ class LeasedTask(Task):  # type: ignore[type-arg]
 
     def _call_leased(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         request = self.request
-        if request.called_directly or request.is_eager or getattr(request, _EXECUTION, None):
+        if request.called_directly or request.is_eager or _execution(request):
             return call(*args, **kwargs)
         if is_housekeeping(self.name):
             return call(*args, **kwargs)
@@ -143,7 +143,7 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         worker of a test suite does not.
         """
         request = self.request
-        execution = getattr(request, _EXECUTION, None)
+        execution = _execution(request)
         protected = getattr(request, "_protected", 0)
         if execution is not None and not execution.entered and not protected:
             execution.entered = True
@@ -157,7 +157,7 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         Raises:
             LeaseLost: Only the owner may publish a retry.
         """
-        execution = getattr(self.request, _EXECUTION, None)
+        execution = _execution(self.request)
         if execution is None or execution.lease is None:
             return super().retry(*args, **kwargs)
         execution.retrying = True
@@ -174,7 +174,7 @@ class LeasedTask(Task):  # type: ignore[type-arg]
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Send the task; a retry carries its dispatch number."""
-        execution = getattr(self.request, _EXECUTION, None)
+        execution = _execution(self.request)
         if execution is None or not execution.retrying or options.get("task_id") != self.request.id:
             return super().apply_async(args, kwargs, *rest, **options)
         due_in = _seconds_until(options)
@@ -187,6 +187,15 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         sent = super().apply_async(args, kwargs, *rest, **options)
         execution.sent_on(number, due_in)
         return sent
+
+
+def _execution(request: object) -> Execution | None:
+    """The execution that a request belongs to.
+
+    Only one of our own counts: a message's headers become attributes of the request.
+    """
+    found = getattr(request, _EXECUTION, None)
+    return found if isinstance(found, Execution) else None
 
 
 def _seconds_until(options: dict[str, Any]) -> float:
@@ -202,7 +211,7 @@ def _seconds_until(options: dict[str, Any]) -> float:
 
 def _on_told(sender: Any = None, **_: Any) -> None:
     """Celery has stored the outcome and sent what follows from it: the row may say so."""
-    execution = getattr(getattr(sender, "request", None), _EXECUTION, None)
+    execution = _execution(getattr(sender, "request", None))
     if execution is not None and execution.outcome_ref is not None:
         ref, execution.outcome_ref = execution.outcome_ref, None
         execution.runtime.announce_later(ref)
