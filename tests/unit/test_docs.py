@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def test_the_python_of_a_page_runs(page: str) -> None:
         "LeasedTask": LeasedTask,
         "app": Celery("docs", set_as_current=False),
     }
+    # A tutorial may define a task anew, better; a module may not, and is warned.
+    warnings.simplefilter("ignore")
     for number, block in enumerate(PAGES[page], 1):
         exec(compile(block, f"{page}, block {number}", "exec"), names)  # noqa: S102 - our own pages
     app = names["app"]
