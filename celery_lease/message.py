@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.serialization import dumps as serialize
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils.encoding import str_to_bytes
-from kombu.utils.json import dumps as json_dumps
+from kombu.utils.json import JSONEncoder
 from kombu.utils.json import loads as json_loads
 
 from celery_lease.lease import Message
@@ -42,6 +42,8 @@ __all__ = (
 DISPATCH_HEADER = "lease_dispatch"
 
 _CANVAS = ("callbacks", "errbacks", "chain", "chord")
+#: Made once: kombu's own `dumps` makes an encoder for every call.
+_json_dumps = JSONEncoder().encode
 #: Set by the transport or by the worker on delivery, meaningless on the next one.
 _DELIVERY_PROPERTIES = frozenset(
     {"delivery_tag", "delivery_info", "body_encoding", "application_headers", "lease"}
@@ -147,7 +149,7 @@ def _message(
 
 def _json(value: Any) -> str | None:
     try:
-        return json_dumps(value)
+        return _json_dumps(value)
     except (TypeError, ValueError):
         return None
 

@@ -7,6 +7,7 @@ been accepted yet. Knows Celery's backends; knows nothing of leases.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,9 @@ def encode(task: Any, value: Any) -> Encoded:
     Raises:
         kombu.exceptions.EncodeError: The value cannot be serialized.
     """
-    backend = task.backend
-    prepared = backend.prepare_value(value)
-    content_type, content_encoding, data = dumps(prepared, serializer=_serializer(task))
-    return Encoded(str_to_bytes(data), content_type, content_encoding)
+    if value is None:
+        return _encoded_none(_serializer(task))
+    return _encoded(task.backend.prepare_value(value), _serializer(task))
 
 
 def decode(task: Any, row: LeaseRow) -> Any:
@@ -62,6 +62,16 @@ def digest(value: Encoded | str | None) -> tuple[str, int]:
     """Hash and size of a refused outcome: all that may be logged of it."""
     data = value.data if isinstance(value, Encoded) else str_to_bytes(value or "")
     return hashlib.sha256(data).hexdigest()[:16], len(data)
+
+
+def _encoded(prepared: Any, serializer: str) -> Encoded:
+    content_type, content_encoding, data = dumps(prepared, serializer=serializer)
+    return Encoded(str_to_bytes(data), content_type, content_encoding)
+
+
+@functools.cache
+def _encoded_none(serializer: str) -> Encoded:
+    return _encoded(None, serializer)
 
 
 def _serializer(task: Any) -> str:
