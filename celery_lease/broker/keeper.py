@@ -42,10 +42,14 @@ class VisibilityKeeper:
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
         self._period = 0.0
+        #: What the broker has answered; settings do not change in a process that works.
+        self._periods: dict[float, float | None] = {}
 
     def keep(self, tag: str, lease: Trusted, longest: float) -> None:
         """Extend this delivery from now on, at least every ``longest`` seconds."""
-        period = self.broker.period(longest)
+        if longest not in self._periods:
+            self._periods[longest] = self.broker.period(longest)
+        period = self._periods[longest]
         if period is None:
             return
         with self._lock:
