@@ -73,7 +73,7 @@ class Admission:
         Raises:
             LeaseNotGranted: ``unavailable``: the database gave no answer.
         """
-        announced = self.runtime.take_announced(but=self.request.id)
+        announced = self.runtime.riders(self.request.id)
         try:
             return self.runtime.store.claim(
                 self._wanted(), announced=announced, timeout=self.timeout

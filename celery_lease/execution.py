@@ -16,14 +16,16 @@ a later copy gets the stored outcome and Celery tells it then.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_lease import outcome, report
@@ -38,10 +40,14 @@ from celery_lease.lease import Claim, Encoded, LeaseRef, Message, Verdict
 from celery_lease.running import RunningLease, running
 from celery_lease.runtime import TaskHold, is_pool_child
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ("Execution",)
+
+
+@functools.cache
+def _has_handlers(task_class: type) -> bool:
+    """Whether code of the user's runs when Celery learns of an outcome."""
+    names = ("on_success", "on_failure", "after_return")
+    return any(getattr(task_class, name) is not getattr(Task, name) for name in names)
 
 
 class Execution:
@@ -62,6 +68,8 @@ class Execution:
         self.lease: RunningLease | None = None
         #: What Celery's signal will mark as announced.
         self.outcome_ref: LeaseRef | None = None
+        #: Telling it twice would do no more than store the same result again.
+        self.harmless = False
         #: The body has begun: the task may call itself as a plain function.
         self.entered = False
         #: ``retry()`` is under way: the next message with this id is its.
@@ -188,7 +196,8 @@ class Execution:
         self.runtime.heartbeat.discard(hold)
         if hold.lost_reason == "zero_rows":
             raise self._rejected(hold, value)
-        announced = announced or self._nothing_follows(state)
+        follows = self._follows(state)
+        announced = announced or not (follows or self._stores())
         accepted = self._until_answered(
             hold, lambda timeout: self._write(hold.ref, state, value, announced, timeout)
         )
@@ -197,6 +206,7 @@ class Execution:
             raise self._rejected(hold, value)
         if not announced:
             self.outcome_ref = hold.ref
+            self.harmless = not follows and not _has_handlers(self.task.__class__)
         report.committed(self.task, hold.ref, state)
 
     def _write(
@@ -235,13 +245,16 @@ class Execution:
                 # The work is done, only its record is under way: ask again what became of it.
                 report.line(logging.WARNING, "soft_time_limit_at_commit", job=hold.ref.task_id)
 
-    def _nothing_follows(self, state: str) -> bool:
+    def _follows(self, state: str) -> bool:
+        """Whether Celery sends messages when it learns of the outcome."""
         request = self.request
-        follows = request.errbacks if state == "failed" else request.callbacks
-        stored = (
-            not ignores_result(self.task, self.request) or self.task.store_errors_even_if_ignored
-        )
-        return not (stored or follows or request.chain or request.chord)
+        called = request.errbacks if state == "failed" else request.callbacks
+        return bool(called or request.chain or request.chord)
+
+    def _stores(self) -> bool:
+        """Whether Celery stores the outcome."""
+        ignored = ignores_result(self.task, self.request)
+        return not ignored or bool(self.task.store_errors_even_if_ignored)
 
     def _release(self, hold: TaskHold, *, cause: str) -> None:
         self.runtime.heartbeat.discard(hold)

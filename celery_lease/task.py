@@ -214,7 +214,7 @@ def _on_told(sender: Any = None, **_: Any) -> None:
     execution = _execution(getattr(sender, "request", None))
     if execution is not None and execution.outcome_ref is not None:
         ref, execution.outcome_ref = execution.outcome_ref, None
-        execution.runtime.announce_later(ref)
+        execution.runtime.announce_later(ref, harmless=execution.harmless)
 
 
 def _on_process_end(**_: Any) -> None:
