@@ -158,3 +158,52 @@ def secretive(self: Any, secret: str, *, fail: bool = False) -> str:
     if fail:
         raise ValueError(secret)
     return secret
+
+
+@app.task(base=LeasedTask, bind=True, name="whole")
+def whole(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Note everything the body can see of its message; the first run waits to be killed."""
+    request = self.request
+    seen = {
+        "args": repr(args),
+        "kwargs": repr(kwargs),
+        "headers": dict(request.headers or {}),
+        "routing": {
+            key: (request.delivery_info or {}).get(key)
+            for key in ("exchange", "routing_key", "priority")
+        },
+        **{name: getattr(request, name, None) for name in _REQUEST},
+        **{
+            name: (request.properties or {}).get(name)
+            for name in ("content_type", "reply_to", "correlation_id", "delivery_mode", "priority")
+        },
+    }
+    journal.write("whole", request.id, self.lease.fencing_token, seen=seen)
+    while self.lease.fencing_token == 1:
+        time.sleep(0.05)
+    return {"token": self.lease.fencing_token}
+
+
+_REQUEST = [
+    "eta",
+    "expires",
+    "group",
+    "group_index",
+    "chord",
+    "chain",
+    "callbacks",
+    "errbacks",
+    "root_id",
+    "parent_id",
+    "timelimit",
+    "stamped_headers",
+    "stamps",
+    "origin",
+    "shadow",
+    "lang",
+    "argsrepr",
+    "kwargsrepr",
+    "ignore_result",
+    "replaced_task_nesting",
+    "retries",
+]
