@@ -184,7 +184,7 @@ def whole(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"token": self.lease.fencing_token}
 
 
-_REQUEST = [
+_REQUEST = (
     "eta",
     "expires",
     "group",
@@ -206,4 +206,4 @@ _REQUEST = [
     "ignore_result",
     "replaced_task_nesting",
     "retries",
-]
+)
