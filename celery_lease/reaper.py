@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ __all__ = ("Pass", "Reaper", "resend_in")
 log = logging.getLogger("celery_lease")
 
 _BATCH = 100
+#: Rows to send are taken in smaller numbers: whoever takes them has to send them in time.
+_SEND_BATCH = 20
 #: Longest time between two sends of a message that nobody claims.
 _LONGEST_RESEND = 3600.0
 
@@ -155,13 +158,17 @@ class Reaper:
         sent = announced = failed = 0
         retry_in = max(2 * self.interval, 2.0)
         while True:
-            batch = self.store.take_due(limit=_BATCH, retry_in=retry_in, timeout=timeout)
+            taken = time.monotonic()
+            batch = self.store.take_due(limit=_SEND_BATCH, retry_in=retry_in, timeout=timeout)
             for due in batch:
+                if time.monotonic() > taken + retry_in / 2:
+                    # A slow broker: what is left is soon another reaper's, or this one's again.
+                    return sent, announced, failed
                 outcome = self.send(due.row, timeout=timeout)
                 sent += outcome == "sent"
                 announced += outcome == "announced"
                 failed += outcome == "failed"
-            if len(batch) < _BATCH or (batch and failed == len(batch)):
+            if len(batch) < _SEND_BATCH or (batch and failed == len(batch)):
                 return sent, announced, failed
 
     def send(self, row: LeaseRow, *, timeout: float) -> str:
