@@ -102,6 +102,7 @@ def test_a_poisoned_header_fails_its_chord_once(
     poisoned = result.parent.results[0].id
     rows.wait(poisoned, state="failed")
     until(lambda: (rows.get(poisoned) or {})["announced_at"], what="the end was told")
+    journal.wait("errback")
     redis_queue.wait_empty()
     assert 1 == len(journal.entries("errback"))
     assert 2 == len(journal.entries("start", task_id=poisoned))

@@ -45,15 +45,15 @@ def test_a_task_longer_than_the_visibility_timeout_runs_once(
 def test_a_neighbour_with_a_smaller_timeout_starts_nothing(
     crew: Crew, journal: Journal, redis_queue: RedisQueue
 ) -> None:
-    """The owner's timeout is an hour, an idle worker's 3 s: extensions cover that one too."""
-    crew.start(conf=visibility(3600))
-    result = crew.task("sleeper").delay(7.0)
-    journal.wait("start")
-    neighbour = crew.start("neighbour", conf=visibility(3))
+    """The owner's timeout is an hour, an idle worker's 2 s: extensions cover that one too."""
+    owner = crew.start("owner", concurrency=2, conf=visibility(3600), ready=False)
+    # Of another queue: what it brings back goes to the owner's second child.
+    crew.start("neighbour", argv=["-Q", "aside"], conf=visibility(2))
+    result = crew.task("sleeper").delay(5.0)
     assert 1 == result.get(timeout=25)["token"]
     redis_queue.wait_empty()
     assert 1 == len(journal.entries("start"))
-    assert "job_turned_away" not in neighbour.log()
+    assert "job_turned_away" not in owner.log()
 
 
 def test_what_a_smaller_timeout_brings_back_is_turned_away(
@@ -61,11 +61,11 @@ def test_what_a_smaller_timeout_brings_back_is_turned_away(
 ) -> None:
     """Beats too rare for a neighbour's timeout: copies come, and the claim turns them away."""
     slow = {"lease_duration": 13.0, "lease_heartbeat_interval": 6.0}
-    crew.start(conf={**visibility(3600), **slow})
-    result = crew.task("sleeper").delay(7.0)
-    journal.wait("start")
-    neighbour = crew.start("neighbour", conf={**visibility(1), **slow})
-    neighbour.wait_for_log("job_turned_away")
+    owner = crew.start("owner", concurrency=2, conf={**visibility(3600), **slow}, ready=False)
+    crew.start("neighbour", argv=["-Q", "aside"], conf={**visibility(1), **slow})
+    result = crew.task("sleeper").delay(5.0)
+    owner.wait_for_log("job_turned_away")
+    assert [] == journal.entries("end")
     assert 1 == result.get(timeout=25)["token"]
     redis_queue.wait_empty(timeout=30)
     assert 1 == len(journal.entries("start"))
