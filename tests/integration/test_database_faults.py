@@ -205,6 +205,16 @@ def test_a_black_hole_at_connecting_is_left_in_time(far: tuple[LeaseStore, Proxy
     assert time.monotonic() - began < 2 + _SLACK
 
 
+def test_a_black_hole_behind_the_door_is_left_in_time(far: tuple[LeaseStore, Proxy]) -> None:
+    """The connection comes about, and then nothing answers its first questions."""
+    store, proxy = far
+    sqlalchemy.event.listen(store.database.engine, "connect", lambda *_: proxy.cut())
+    began = time.monotonic()
+    with pytest.raises(DatabaseUnavailable, match="no answer within 1 s"):
+        store.find("task", timeout=1)
+    assert time.monotonic() - began < 1 + _SLACK
+
+
 def test_a_refused_connection_is_an_error_at_once(far: tuple[LeaseStore, Proxy]) -> None:
     """A server that is gone is not waited for, and is found again when it is back."""
     store, proxy = far

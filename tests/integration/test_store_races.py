@@ -173,8 +173,32 @@ def test_a_commit_waits_for_a_reader_with_a_lock(postgresql_database: str) -> No
     rows.close()
 
 
+@pytest.mark.parametrize("dispatch", [0, 1], ids=["new copy", "later dispatch"])
+def test_a_row_born_meanwhile_is_not_taken(postgresql_database: str, dispatch: int) -> None:
+    """A claim that saw no row, and finds one when it inserts its own, takes nothing."""
+    store, rows = open_store(postgresql_database), Rows(postgresql_database)
+    held(store, "model", dispatch=dispatch)
+    columns = "namespace, task_name, state, owner_id, lease_until, fencing_token, attempt, dispatch"
+    columns += ", max_attempts, lease_duration, created_at"
+    with ThreadPoolExecutor() as threads, _open_transaction(postgresql_database) as connection:
+        connection.execute(
+            text(
+                f"INSERT INTO celery_lease (task_id, {columns})"
+                f" SELECT 'task', {columns} FROM celery_lease WHERE task_id = 'model'"
+            )
+        )
+        claim = threads.submit(store.claim, request(owner="owner-2", dispatch=dispatch), timeout=20)
+        _until_blocked(rows)
+        connection.commit()
+        assert Verdict.HELD is claim.result(20).verdict
+    assert "owner-1" == (rows.get("task") or {})["owner_id"]
+    store.database.dispose()
+    rows.close()
+
+
+@pytest.mark.parametrize("dispatch", [0, 1], ids=["new copy", "later dispatch"])
 def test_concurrent_first_claims_of_many_tasks(
-    store: LeaseStore, other: LeaseStore, rows: Rows
+    store: LeaseStore, other: LeaseStore, rows: Rows, dispatch: int
 ) -> None:
     """Two processes that insert the same rows at the same time: each row has one owner."""
     start = threading.Barrier(2)
@@ -183,7 +207,8 @@ def test_concurrent_first_claims_of_many_tasks(
         start.wait()
         mine = (store, other)[number]
         return [
-            mine.claim(request(f"task-{count}", owner=f"owner-{number}")).ref is not None
+            mine.claim(request(f"task-{count}", owner=f"owner-{number}", dispatch=dispatch)).ref
+            is not None
             for count in range(100)
         ]
 
