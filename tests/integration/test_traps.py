@@ -5,7 +5,8 @@ The number in a test's name is the trap's in the design's list ("Known traps").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from harness.rows import Rows
 from harness.waiting import until
 from harness.workers import Crew, WorkerProcess
 
+from celery_lease.database import Database
+from celery_lease.lease import ClaimRequest
+from celery_lease.reaper import Reaper
 from celery_lease.runtime import new_owner
+from celery_lease.store import LeaseStore
 
 #: No beat comes before a body ends, so that the database alone decides.
 BLIND = {
@@ -345,3 +350,42 @@ def test_trap_16_a_forged_dispatch_number_harms_nobody(
     assert (1, 2) == tuple(sent.get(timeout=20)[key] for key in ("value", "token"))
     assert 2 == len(journal.entries("start"))
     rows.close()
+
+
+@pytest.fixture
+def store(lease_database: str) -> Iterator[LeaseStore]:
+    database = Database(lease_database)
+    yield LeaseStore(database, "n")
+    database.dispose()
+
+
+def _reaper(store: LeaseStore, name: str, interval: float) -> Reaper:
+    return Reaper(store, publish=lambda _: "sent", owner=name, interval=interval, retention=3600.0)
+
+
+def test_trap_10_a_reaper_that_has_just_started_condemns_nobody(
+    store: LeaseStore, rows: Rows
+) -> None:
+    """The first pass after a gap only looks; the next one takes expired leases away."""
+    store.claim(ClaimRequest("task", "t", "owner", 3.0, 3))
+    rows.expire("task")
+    reaper = _reaper(store, "reaper", 0.2)
+    first = reaper.pass_once()
+    assert (True, 0) == (first.granted, first.reclaimed)
+    assert "running" == (rows.get("task") or {})["state"]
+    until(lambda: reaper.pass_once().reclaimed, what="the second pass")
+    assert "queued" == (rows.get("task") or {})["state"]
+
+
+def test_trap_14_many_reapers_scan_as_often_as_one(store: LeaseStore, rows: Rows) -> None:
+    """Twenty reapers that ask all the time get one pass per interval between them."""
+    interval = 0.5
+    reapers = [_reaper(store, f"reaper-{n}", interval) for n in range(20)]
+    started = time.monotonic()
+    granted = asked = 0
+    while time.monotonic() - started < 3 * interval:
+        for reaper in reapers:
+            granted += reaper.pass_once().granted
+            asked += 1
+    assert asked > 10 * granted
+    assert 3 <= granted <= 1 + (time.monotonic() - started) / interval
