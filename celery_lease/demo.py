@@ -126,7 +126,7 @@ def _place(stack: ExitStack, screen: Screen, folder: Path, *, with_servers: bool
         "polling_interval": 0.05,
     }
     return demo_app.Place(
-        broker_url=broker.url if broker else "filesystem://",
+        broker_url=broker.url if broker else "folder://",
         result_backend=broker.url if broker else f"file://{messages / 'results'}",
         lease_url=database.url if database else f"sqlite:///{folder / 'leases.db'}",
         journal=str(folder / "journal.jsonl"),

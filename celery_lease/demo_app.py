@@ -21,7 +21,12 @@ from typing import Any
 import sqlalchemy
 from celery import Celery
 
-from celery_lease import LeasedTask, LeaseLost, StaleFence
+from celery_lease import (
+    LeasedTask,
+    LeaseLost,
+    StaleFence,
+    demo_folder,  # noqa: F401 - makes `folder://` known
+)
 from celery_lease.receiver import FenceGuard
 
 __all__ = ("LEASE", "Place", "Receiver", "build", "read_journal")

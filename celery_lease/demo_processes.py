@@ -51,7 +51,12 @@ class Worker:
             self.process = subprocess.Popen(
                 command,
                 cwd=directory,
-                env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env={
+                    **os.environ,
+                    **env,
+                    "PYTHONPATH": os.pathsep.join(filter(None, path)),
+                    "TMPDIR": str(directory),  # what a killed worker leaves there is erased too
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
