@@ -13,6 +13,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
+from celery.exceptions import ImproperlyConfigured
+from kombu.utils.imports import symbol_by_name
 
 from celery_lease.database import Database
 from celery_lease.desk import Desk
@@ -51,6 +53,7 @@ class LeaseWorker(bootsteps.StartStopStep):
             settings = app_settings(worker.app)
             for task in leased_tasks(worker.app):
                 settings_of(task)
+                _check_request(task)
             # Imports the driver; connects nowhere.
             assert Database(settings.url, settings.engine_options).engine is not None  # noqa: S101
 
@@ -86,6 +89,19 @@ class LeaseWorker(bootsteps.StartStopStep):
 
     def terminate(self, worker: Any) -> None:
         """As :meth:`stop`."""
+
+
+def _check_request(task: Any) -> None:
+    """Refuse a request class that does not know leases: it would acknowledge what is another's."""
+    # Here, so that a client that only sends does not import the worker.
+    from celery_lease.request import LeasedRequest
+
+    kind = symbol_by_name(task.Request)
+    if not issubclass(kind, LeasedRequest):
+        raise ImproperlyConfigured(
+            f"task {task.name}: Request={kind.__module__}.{kind.__qualname__} is not legal for a"
+            " leased task: expected a subclass of celery_lease.request.LeasedRequest"
+        )
 
 
 def _forks(pool: Any) -> bool:

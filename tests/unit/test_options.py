@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from celery.exceptions import ImproperlyConfigured
 
 from celery_lease import LeasedTask
 from celery_lease.options import app_settings, app_values, leased_tasks, settings_of
+from celery_lease.worker import LeaseWorker
 
 
 def body() -> None:
@@ -103,3 +105,13 @@ def test_a_task_in_mode_off_is_plain_celery() -> None:
     app.task(base=LeasedTask, shared=False, name="export")(body)
     app.finalize()
     assert not leased_tasks(app)
+
+
+def test_a_request_class_that_knows_no_leases_is_refused() -> None:
+    """A worker with such a task does not start: it would acknowledge what is another's."""
+    app = make()
+    app.task(base=LeasedTask, shared=False, name="export", Request="celery.worker.request:Request")(
+        body
+    )
+    with pytest.raises(ImproperlyConfigured, match=r"task export: Request=celery\.worker"):
+        LeaseWorker(SimpleNamespace(app=app))
