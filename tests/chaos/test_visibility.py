@@ -115,12 +115,7 @@ def test_a_broker_that_comes_back_from_a_snapshot_starts_nothing(
     journal: Journal,
 ) -> None:
     """The message is in the queue again without a sign that it was delivered: one run."""
-    crew = crews(
-        lease_database,
-        broker_url=snapshot_redis.url,
-        result_backend=snapshot_redis.url,
-        queue=snapshot_queue.queue,
-    )
+    crew = crews(lease_database, broker_url=snapshot_redis.url, queue=snapshot_queue.queue)
     result = crew.task("sleeper").delay(6.0, "whole")
     snapshot_queue.client.save()
     workers = crew.start_many(2)
