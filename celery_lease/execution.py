@@ -16,6 +16,7 @@ a later copy gets the stored outcome and Celery tells it then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -103,6 +104,9 @@ class Execution:
             details=json.loads(claim.details) if claim.details else None,
             margin=self.settings.margin,
         )
+        if self.settings.interrupt:
+            # Before anybody can find the lease lost: entering the body then raises.
+            hold.armed = self.runtime.interrupter.armed()
         self.runtime.heartbeat.add(hold)
         if tag:
             keeper.keep(tag, hold, self.settings.heartbeat_interval)
@@ -143,11 +147,7 @@ class Execution:
 
     def _body(self, hold: TaskHold, body: Callable[[], Any]) -> Any:
         assert self.lease is not None  # noqa: S101 - set by run()
-        if not self.settings.interrupt:
-            with running(self.lease):
-                return body()
-        with running(self.lease), self.runtime.interrupter.armed() as armed:
-            hold.armed = armed
+        with running(self.lease), hold.armed or contextlib.nullcontext():
             return body()
 
     def _ended_by(self, hold: TaskHold, exc: Exception) -> None:
@@ -261,7 +261,12 @@ class Execution:
         released = self._until_answered(
             hold,
             lambda timeout: self.runtime.store.release(
-                hold.ref, cause=cause, charge=False, dispatch=False, timeout=timeout
+                hold.ref,
+                cause=cause,
+                charge=False,
+                dispatch=False,
+                details=hold.details,
+                timeout=timeout,
             ),
         )
         if released is None:
@@ -328,6 +333,7 @@ class Execution:
                 due_in=due_in,
                 message=message,
                 retries=retries,
+                details=hold.details,
                 timeout=timeout,
             ),
         )

@@ -215,13 +215,14 @@ def _on_unknown(hold: Hold, _: BaseException | None) -> None:
 def _on_lost(hold: Hold) -> None:
     if isinstance(hold, TaskHold):
         reason = hold.lost_reason or "deadline"
-        report.lost(hold.task, hold.ref, reason)
+        # First, for a receiver of the user's may take its time.
         hold.break_off(LeaseLost(hold.ref.task_id, hold.ref.fencing_token, reason))
+        report.lost(hold.task, hold.ref, reason)
 
 
 def _on_cancel(hold: Hold) -> None:
     if isinstance(hold, TaskHold):
+        hold.break_off(TaskCancelled(hold.ref.task_id, hold.cancel_reason or ""))
         report.line(
             logging.INFO, "job_cancel_seen", job=hold.ref.task_id, token=hold.ref.fencing_token
         )
-        hold.break_off(TaskCancelled(hold.ref.task_id, hold.cancel_reason or ""))
