@@ -43,6 +43,8 @@ Then = Callable[[Any], None]
 _LAST_JOBS = 5.0
 #: Seconds between two clerks.
 _PAUSE = 2.0
+#: Seconds after which a claim without an answer is no longer part of the same fault.
+_FORGOTTEN = 60.0
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -59,6 +61,7 @@ class Desk:
         self.app = app
         #: The worker's consumer, while there is one.
         self.consumer: Any = None
+        self._unanswered_from = self._unanswered_at = -_FORGOTTEN
         self._settings: dict[str, Settings | None] = {}
         self._numbers = itertools.count()
         self._then: dict[int, Then] = {}
@@ -70,6 +73,14 @@ class Desk:
         self._read = b""
         #: What a thread reads, where there is no event loop.
         self._reader: socket.socket | None = None
+
+    def without_answer(self) -> float:
+        """Note that a claim got no answer, and return for how long that has been so, in seconds."""
+        now = time.monotonic()
+        if now - self._unanswered_at > _FORGOTTEN:
+            self._unanswered_from = now
+        self._unanswered_at = now
+        return now - self._unanswered_from
 
     @classmethod
     def of(cls, app: Celery) -> Desk:

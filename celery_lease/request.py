@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ("LeasedRequest",)
 
-_LONGEST_POSTPONE = 30.0
+_LONGEST_POSTPONE = 10.0
+#: Seconds without an answer from the database that may yet be a blip.
+_BLIP = 10.0
 _WRAPPED = "ExceptionWithTraceback"
 #: celery-types knows the public half of it only.
 _Request: Any = Request
@@ -142,23 +144,34 @@ class LeasedRequest(_Request):  # type: ignore[misc]
             self.acknowledge()
 
     def _postpone(self) -> None:
-        """Keep the copy, unacknowledged, and try it again in a while."""
+        """Keep the copy, unacknowledged, for a while; then ask again, or let others have it.
+
+        At first it may be a blip, and a claim whose answer was lost is this owner's
+        to repeat. If it lasts, the fault may lie between this worker and the database
+        alone: then it must not hoard what another worker could run.
+        """
         consumer = self._desk.consumer
         if consumer is None or self.acknowledged:
             self.reject(requeue=True)
             return
+        then = self._resume if self._desk.without_answer() < _BLIP else self._hand_back
         delay = min(2.0**self._lease_postponed, _LONGEST_POSTPONE) * random.uniform(0.5, 1.0)  # noqa: S311
         self._lease_postponed += 1
         self.time_start = self.worker_pid = self._apply_result = None
         qos = consumer.qos
         qos.increment_eventually()
         report.line(logging.WARNING, "job_postponed", job=self.id, seconds=round(delay, 1))
-        consumer.timer.call_after(delay, self._resume, (consumer, qos))
+        consumer.timer.call_after(delay, then, (consumer, qos))
 
     def _resume(self, consumer: Any, qos: Any) -> None:
         # A new connection has a new qos, and the broker delivers the message there again.
         if consumer.qos is qos and not self.acknowledged:
             consumer.apply_eta_task(self)
+
+    def _hand_back(self, consumer: Any, qos: Any) -> None:
+        if consumer.qos is qos and not self.acknowledged:
+            qos.decrement_eventually()
+            self.reject(requeue=True)
 
     # -- children ------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from harness.journal import Journal
+from harness.length import by_length
 from harness.proxy import Proxy
 from harness.rows import Rows
 from harness.workers import Crew
@@ -196,3 +197,21 @@ def test_a_message_that_cannot_be_claimed_waits(
     assert 1 == worker.log().count("job_postponed")
     proxy.restore()
     assert 7 == sent.get(timeout=10)
+
+
+def test_a_cut_off_worker_hoards_no_messages(
+    postgresql_database: str,
+    crews: Callable[..., Crew],
+    proxies: Callable[[str], Proxy],
+) -> None:
+    """What it took and cannot claim goes to a worker that can, while the network is still cut."""
+    proxy = proxies(postgresql_database)
+    crew = crews(postgresql_database)
+    behind = dataclasses.replace(crew.settings, lease_url=proxy.url)
+    first, second = crew.start("first", settings=behind), crew.start("second")
+    proxy.refuse()
+    sent = [crew.task("adder").delay(n, 0) for n in range(by_length(10, 100))]
+    first.wait_for_log("job_postponed")
+    assert list(range(len(sent))) == [one.get(timeout=30) for one in sent]
+    assert "job_committed" in second.log()
+    assert "job_committed" not in first.log()
