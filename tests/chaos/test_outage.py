@@ -19,10 +19,10 @@ from harness.waiting import until
 from harness.workers import Crew, WorkerProcess
 from sqlalchemy.engine import make_url
 
-LEASE = 5.0
-SETTINGS = {"lease_duration": LEASE, "lease_heartbeat_interval": 0.5, "lease_margin": 1.0}
+LEASE = 4.0
+SETTINGS = {"lease_duration": LEASE, "lease_heartbeat_interval": 0.5, "lease_margin": 0.5}
 #: Bodies that end in a long outage, and bodies that do not.
-SECONDS = (4.0, 9.0)
+SECONDS = (3.0, 7.0)
 TASKS = 12
 
 

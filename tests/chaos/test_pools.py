@@ -30,6 +30,12 @@ threading.Thread(target=threading.Event().wait, name="users", daemon=True).start
 """
 
 
+#: What no database can change is tested on one of them in a short run.
+ONE_DATABASE = pytest.mark.parametrize(
+    "lease_database", by_length(["sqlite"], ["postgresql", "sqlite"]), indirect=True
+)
+
+
 @pytest.fixture
 def postgresql_rows(postgresql_database: str) -> Iterator[Rows]:
     found = Rows(postgresql_database)
@@ -63,7 +69,7 @@ def test_trap_8_nothing_crosses_a_fork(pool: str, crew: Crew, rows: Rows, journa
     """AC14: the app has used the database at import, every child runs one task: no error."""
     argv = ["--max-tasks-per-child", "1"] if pool == "prefork" else []
     worker = crew.start(pool=pool, source=TOUCHED, argv=argv, concurrency=3)
-    number = by_length(60, 1000)
+    number = by_length(30, 1000)
     sent = [crew.task("adder").delay(n, n) for n in range(number)]
     assert [2 * n for n in range(number)] == [one.get(timeout=120) for one in sent]
     assert number == len([row for row in rows.all() if row["state"] == "succeeded"])
@@ -97,6 +103,7 @@ def _connections(rows: Rows) -> int:
     return int(found["number"])
 
 
+@ONE_DATABASE
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_code_that_holds_the_interpreter_is_never_a_second_success(
     pool: str, crew: Crew, rows: Rows, journal: Journal

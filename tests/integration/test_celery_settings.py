@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from celery.exceptions import TimeLimitExceeded
 from harness.journal import Journal
+from harness.length import by_length
 from harness.proxy import Proxy
 from harness.redis_queue import RedisQueue
 from harness.rows import Rows
@@ -17,17 +18,26 @@ from harness.workers import Crew
 
 from celery_lease.exceptions import AttemptsExhausted
 
+#: What no database can change is tested on one of them in a short run.
+ONE_DATABASE = pytest.mark.parametrize(
+    "lease_database", by_length(["sqlite"], ["postgresql", "sqlite"]), indirect=True
+)
+
 
 @pytest.fixture
 def crew(crews: Callable[..., Crew], lease_database: str) -> Crew:
     return crews(lease_database, conf={"lease_reaper_interval": 0.3})
 
 
+@ONE_DATABASE
 @pytest.mark.parametrize(
-    "setting",
-    ["task_reject_on_worker_lost", "task_retry_on_worker_lost", "task_acks_late"],
+    ("setting", "value"),
+    [
+        ("task_reject_on_worker_lost", True),
+        ("task_retry_on_worker_lost", True),
+        ("task_acks_late", False),
+    ],
 )
-@pytest.mark.parametrize("value", [True, False])
 def test_trap_17_who_counts_lost_children(
     *, setting: str, value: bool, crew: Crew, rows: Rows, journal: Journal, redis_queue: RedisQueue
 ) -> None:
@@ -43,6 +53,7 @@ def test_trap_17_who_counts_lost_children(
     assert 3 == rows.wait(sent.id, state="failed")["crashes"]
 
 
+@ONE_DATABASE
 @pytest.mark.parametrize(
     "conf",
     [{"task_acks_on_failure_or_timeout": False}, {"task_acks_on_timeout": False}],
@@ -67,6 +78,7 @@ def test_trap_17_a_time_limit_ends_the_task(
     assert "failed" == rows.wait(sent.id)["state"]
 
 
+@ONE_DATABASE
 def test_trap_17_a_failure_ends_the_task(
     crew: Crew, rows: Rows, journal: Journal, redis_queue: RedisQueue
 ) -> None:
@@ -81,6 +93,7 @@ def test_trap_17_a_failure_ends_the_task(
     assert "failed" == rows.wait(sent.id)["state"]
 
 
+@ONE_DATABASE
 def test_trap_17_deduplication_loses_no_callback(
     crew: Crew, rows: Rows, journal: Journal, tmp_path: Path
 ) -> None:
@@ -114,6 +127,7 @@ def die(**_):
 """
 
 
+@ONE_DATABASE
 @pytest.mark.parametrize("cancels", [True, False])
 def test_trap_17_the_broker_goes_away_during_a_body(
     *,

@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 from harness.journal import Journal
+from harness.length import by_length
 from harness.rows import Rows
 from harness.waiting import until
 from harness.workers import Crew
 
 SECRET = "s3cr3t-needle"
+
+#: What no database can change is tested on one of them in a short run.
+ONE_DATABASE = pytest.mark.parametrize(
+    "lease_database", by_length(["sqlite"], ["postgresql", "sqlite"]), indirect=True
+)
+
 
 #: Whatever the package tells through its signals goes to the journal, as text.
 TELLING = """
@@ -51,6 +58,7 @@ def _events(crew: Crew) -> Iterator[list[dict[str, Any]]]:
         thread.join()
 
 
+@ONE_DATABASE
 @pytest.mark.parametrize("fail", [False, True], ids=["succeeds", "fails"])
 @pytest.mark.parametrize("stolen", [False, True], ids=["own", "stolen"])
 def test_secrets_stay_in_the_task(

@@ -24,6 +24,12 @@ CONF = {
 }
 
 
+#: What no database can change is tested on one of them in a short run.
+ONE_DATABASE = pytest.mark.parametrize(
+    "lease_database", by_length(["postgresql"], ["postgresql", "sqlite"]), indirect=True
+)
+
+
 @pytest.fixture
 def crew(crews: Callable[..., Crew], lease_database: str) -> Crew:
     return crews(lease_database, conf=CONF)
@@ -97,6 +103,7 @@ def test_a_message_is_sent_again_whole(
     assert [] == journal.entries("errback")
 
 
+@ONE_DATABASE
 def test_a_header_of_a_chord_is_sent_again(crew: Crew, rows: Rows, journal: Journal) -> None:
     """Group, index and chord survive: the chord's body gets every part, once."""
     from celery import chord
@@ -166,6 +173,7 @@ def test_the_brokers_own_keys_are_respected(
     rows.close()
 
 
+@ONE_DATABASE
 def test_a_message_of_protocol_1_is_sent_again(crew: Crew, rows: Rows, journal: Journal) -> None:
     """Old senders' messages are leased and recovered as well."""
     body = {
@@ -195,6 +203,7 @@ def test_a_message_of_protocol_1_is_sent_again(crew: Crew, rows: Rows, journal: 
     journal.wait("collected", label="old")
 
 
+@ONE_DATABASE
 def test_trap_15_a_reaper_never_unpickles(crew: Crew, rows: Rows, journal: Journal) -> None:
     """A pickled payload is opened by the worker that runs the task, by nobody else."""
     conf = {"lease_reaper": False}
@@ -220,6 +229,7 @@ def test_trap_15_a_reaper_never_unpickles(crew: Crew, rows: Rows, journal: Journ
     assert reaper.running
 
 
+@ONE_DATABASE
 def test_a_message_that_expired_meanwhile_is_not_run(
     crew: Crew, rows: Rows, journal: Journal
 ) -> None:
