@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -116,6 +117,24 @@ def test_a_killed_child_fails_no_chord(
     redis_queue.wait_empty()
     assert 1 == len(journal.entries("collected"))
     assert 3 == len(journal.entries("start"))
+
+
+def test_a_worker_whose_clerk_is_killed_engages_another(
+    crew: Crew, journal: Journal, redis_queue: RedisQueue
+) -> None:
+    """The process that reaps and settles dies: the task beside it goes on, and so does the rest."""
+    worker = crew.start(concurrency=2, conf={**LONG_LEASE, **HOUR})
+    undisturbed = crew.task("sleeper").delay(4.0)
+    journal.wait("start")
+    clerks = re.findall(r"clerk_engaged pid=(\d+)", worker.log())
+    os.kill(int(clerks[0]), signal.SIGKILL)
+    until(lambda: worker.log().count("clerk_engaged") == 2, timeout=SLACK, what=worker.log)
+    result = crew.task("sleeper").delay(0.5)
+    (first,) = journal.wait("start", task_id=result.id)
+    os.kill(first.pid, signal.SIGKILL)
+    assert 2 == result.get(timeout=2 + SLACK)["token"]
+    assert 1 == undisturbed.get(timeout=4 + SLACK)["token"]
+    redis_queue.wait_empty()
 
 
 def test_an_orphaned_child_beats_no_longer(crew: Crew, journal: Journal, rows: Rows) -> None:
