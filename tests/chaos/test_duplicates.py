@@ -34,6 +34,8 @@ def turn_away_a_copy(
     owner, other = sorted(workers, key=lambda worker: start.pid not in worker.children())
     tag = deliver_again(crew, queue)
     other.wait_for_log("job_turned_away")
+    # Its one child is free again, so what becomes of the copy has been settled.
+    assert 1 == crew.task("plain").delay(1).get(timeout=10)
     # Shared with the owner: whoever removes it removes the owner's.
     assert [tag] == list(queue.unacked()) == list(queue.unacked_index())
     return result, owner, other
