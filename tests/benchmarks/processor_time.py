@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,28 @@ def busy_seconds() -> float:
     times = psutil.cpu_times()
     fields = ("user", "nice", "system", "irq", "softirq", "steal")
     return float(sum(getattr(times, name, 0.0) for name in fields))
+
+
+class Calm:
+    """Waits until the machine has nothing else to do, as long as its patience lasts.
+
+    Args:
+        patience: Seconds to wait, all calls together.
+        busy: Processors in use, on average over a second, from which on it is not calm.
+    """
+
+    def __init__(self, patience: float, busy: float = 0.15) -> None:
+        self.patience = patience
+        self.busy = busy
+
+    def __call__(self) -> None:
+        """Wait."""
+        while self.patience > 0:
+            before = busy_seconds()
+            time.sleep(1.0)
+            if busy_seconds() - before < self.busy:
+                return
+            self.patience -= 1.0
 
 
 def postmaster(backend_pid: int) -> int | None:

@@ -3,7 +3,8 @@
 Rate and processor time are taken between the 5 % mark and the last job, so that a start counts for
 nothing. Rounds are interleaved (a b c, c b a, …) within one test, and only ratios of the same round
 are judged, so that a machine that becomes slower makes all of them slower. A round in which
-processes of others took much of the processors is measured again, as far as the limit allows.
+processes of others took much of the processors is measured again, as far as the limit allows, and
+no round begins while others are at work, as far as patience allows.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ def measure(
     *,
     least: int,
     most: int,
+    calm: Callable[[], object],
     tell: Callable[[int, Round], object],
 ) -> list[Round]:
     """Measure rounds until there are enough quiet ones that agree, and return those to judge.
@@ -175,10 +177,12 @@ def measure(
         run: Measures one kind.
         least: Rounds to judge, at least.
         most: Rounds to measure, at most.
+        calm: Called before each round, to wait for a better moment.
         tell: Told of each round.
     """
     done: list[Round] = []
     for number in itertools.count():
+        calm()
         order = KINDS if number % 2 == 0 else KINDS[::-1]
         measured = {kind: run(kind) for kind in order}
         done.append(measured)
