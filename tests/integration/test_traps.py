@@ -293,7 +293,7 @@ def test_trap_12_one_missed_beat_is_no_death(
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_trap_13_a_users_call_and_the_lease_go_together(pool: str, crew: Crew, rows: Rows) -> None:
     """In either order of bases both run, with the request intact, and one claim in all."""
-    _start(crew, pool=pool)
+    worker = _start(crew, pool=pool)
     kinds = ("LeasedTask", "LeaseFirst", "ContextFirst", "LeaseFirstRun", "RunFirst")
     for kind in kinds:
         name = f"surroundings_{kind}"
@@ -307,6 +307,8 @@ def test_trap_13_a_users_call_and_the_lease_go_together(pool: str, crew: Crew, r
         assert expected == told["inside"]
         # The body called its own task as a function: that is part of this run.
         assert (expected * 2, 1) == (told["inner"]["inside"], told["inner"]["token"])
+        for line in ("job_claimed", "job_committed"):
+            assert 1 == worker.log().count(f"{line} job={sent.id}")
     assert len(kinds) == len(rows.all())
 
 
