@@ -100,8 +100,8 @@ def test_a_claim_without_an_answer_waits(
     assert 2 <= tries <= 5
     assert "late" == result.get(timeout=20)["value"]
     assert 1 == len(journal.entries("start"))
-    row = far_rows.wait(result.id, state="succeeded")
-    assert (1, 0) == (row["attempt"], row["crashes"])
+    # A claim that was swallowed may arrive late and be granted to nobody: an attempt, no crash.
+    assert 0 == far_rows.wait(result.id, state="succeeded")["crashes"]
     queue = RedisQueue(broker_url, crew.settings.queue)
     try:
         queue.wait_empty()
