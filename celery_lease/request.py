@@ -53,7 +53,6 @@ class LeasedRequest(_Request):  # type: ignore[misc]
         self._lease_settings: Settings | None = self._desk.settings_for(self._task)
         self._lease_owner = ""
         self._lease_postponed = 0
-        self._lease_after: list[Callable[[], Any]] = []
         if self._lease_settings is not None:
             self._lease_owner = new_owner(self._hostname)
             self._hand_over(headers if headers is not None else message.headers)
@@ -103,18 +102,30 @@ class LeasedRequest(_Request):  # type: ignore[misc]
             task_ready(self)
             return self._forget()
         if isinstance(exc, TimeLimitExceeded):
-            return self._fenced(exc, partial(super().on_failure, exc_info, *args, **kwargs))
+            if self._acks_on_timeout:
+                self._fenced(exc, partial(super().on_failure, exc_info, *args, **kwargs))
+            return None
         if self._is_child_lost(exc):
             return self._child_lost(exc)
         return super().on_failure(exc_info, *args, **kwargs)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:  # noqa: FBT001
-        """Fail the task at its hard time limit only if its lease is still its own."""
+        """Fail the task at its hard time limit only if its lease is still its own.
+
+        The pool reports a hard limit twice, as a failure and here, and Celery would call
+        the errbacks both times. The failure's way says more, but says nothing of a
+        message that is not to be acknowledged.
+        """
         then = partial(super().on_timeout, soft, timeout)
         if soft or self._lease_settings is None:
             then()
-        else:
+        elif not self._acks_on_timeout:
             self._fenced(TimeLimitExceeded(timeout), then)
+
+    @property
+    def _acks_on_timeout(self) -> bool:
+        chosen = getattr(self._task, "acks_on_timeout", None)  # new in Celery 5.7
+        return bool(self._task.acks_on_failure_or_timeout if chosen is None else chosen)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: FBT001, FBT002
         """The connection was lost and Celery kills the child: hand its lease back."""
@@ -198,20 +209,17 @@ class LeasedRequest(_Request):  # type: ignore[misc]
 
     def _fenced(self, exc: TimeLimitExceeded, then: Callable[[], Any]) -> None:
         """Do what Celery does at a hard time limit, once the row has accepted the failure."""
-        self._lease_after.append(then)
-        if len(self._lease_after) > 1 or self._lease_settings is None:
-            return
-        error = outcome.encode_error(self._task, exc)
-        announce_in = self._lease_settings.duration
-        self._settle("fail", error, announce_in, then=self._after_fence)
+        if self._lease_settings is not None:
+            error = outcome.encode_error(self._task, exc)
+            announce_in = self._lease_settings.duration
+            self._settle("fail", error, announce_in, then=partial(self._after_fence, then))
 
-    def _after_fence(self, token: int | None) -> None:
+    def _after_fence(self, then: Callable[[], Any], token: int | None) -> None:
         if not token:
             task_ready(self)
             self._forget()
             return
-        for call in self._lease_after:
-            call()
+        then()
         self._settle("announce", token)
 
     def _settle(

@@ -234,8 +234,8 @@ def test_a_message_that_expired_meanwhile_is_not_run(
     crew: Crew, rows: Rows, journal: Journal
 ) -> None:
     """`expires` survives as the instant it was: the second copy is revoked, not run."""
-    sent = crew.app.send_task("whole", queue=crew.settings.queue, expires=4)
     first = _start(crew, "first")
+    sent = crew.app.send_task("whole", queue=crew.settings.queue, expires=4)
     journal.wait("whole")
     first.kill_group()
     envelope = json.loads((rows.get(sent.id) or {})["message"])
