@@ -63,7 +63,8 @@ class Admission:
         self.tag = properties.get("delivery_tag")
         self.sends_events = bool(self.delivered.get("events"))
         self.owner_id = self.delivered.get("owner") or new_owner(self.request.hostname or "local")
-        self.timeout = min(settings.heartbeat_interval, _CLAIM_TIMEOUT)
+        # Trust counts from the start of a request: half a lease still leaves half of it.
+        self.timeout = min(settings.duration / 2, _CLAIM_TIMEOUT)
         #: Set when an outcome was given to Celery: what its signal will mark as announced.
         self.outcome_ref: LeaseRef | None = None
 

@@ -203,12 +203,14 @@ def test_thousand_leases_are_one_request_per_beat(room: Room) -> None:
     holds = [hold(str(number), now, duration=3, interval=0.5) for number in range(1000)]
     for one in holds:
         room.heart.add(one)
+    # On a busy machine the first ones are due before the last ones are added.
+    early = sum(len(renewals) < 1000 for _, renewals, _ in room.renewals.calls)
     gap = 0.0
     while now() < begin + 2.2:
         gap = max(gap, now() - min(one.confirmed_at for one in holds))
     assert gap < 1.5
-    assert len(room.renewals.calls) <= 5
-    assert {1000} == {len(renewals) for _, renewals, _ in room.renewals.calls}
+    assert len(room.renewals.calls) <= 5 + early
+    assert {1000} == {len(renewals) for _, renewals, _ in room.renewals.calls[early:]}
 
 
 def run(script: str) -> str:
