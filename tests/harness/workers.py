@@ -177,7 +177,8 @@ class WorkerProcess:
     def sigstop_group(self) -> None:
         """SIGSTOP main process and children, as a suspended host."""
         os.killpg(self.pid, signal.SIGSTOP)
-        _wait_stopped(self.pid)
+        for pid in (self.pid, *(child.pid for child in self._descendants())):
+            _wait_stopped(pid)
 
     def cont(self, pid: int | None = None) -> None:
         """SIGCONT one process, or all of the worker."""
@@ -262,8 +263,12 @@ class Crew:
     def close(self) -> None:
         """Kill what still runs, and let go of the sender's connections."""
         self.close_workers()
-        client = vars(self.app.backend).get("client")  # a cached property of the Redis backend
+        backend: Any = self.app.backend
+        client = vars(backend).get("client")  # a cached property of the Redis backend
         if client is not None:
+            # A result that is collected later would connect anew, to say that it is not awaited.
+            backend.result_consumer.cancel_for = lambda _: None
+            backend.result_consumer.stop()
             client.connection_pool.disconnect()
         self.app.close()
 
@@ -287,4 +292,5 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _wait_stopped(pid: int) -> None:
-    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, what=f"{pid} is stopped")
+    halted = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    until(lambda: psutil.Process(pid).status() in halted, what=f"{pid} is stopped")
