@@ -5,9 +5,12 @@ check-out, no BEGIN, one round trip per statement. A connection returns to the
 stack only from a statement that ended well. Whatever else happens, be it an
 error, a signal's exception or an asynchronous one in the middle of a statement,
 the connection is thrown away. After a fork the inherited ones are neither used
-nor closed, for closing would tell the server on the parent's behalf. SQLAlchemy
-connects (URL, options, events); statements go to the driver's cursor, which
-costs half as much as the way through SQLAlchemy. Statements are prepared where
+nor closed, for closing would tell the server on the parent's behalf.
+
+SQLAlchemy knows how to connect (URL, options, ``do_connect``). Its pool is left
+to others: an exception that strikes inside it leaks a place in the pool, and the
+pool is empty one day. Statements go to the driver's cursor, which costs half as
+much as the way through SQLAlchemy. They are prepared where
 the connection is really the server's: a pooler in transaction mode (PgBouncer)
 gives each transaction another server connection, where a prepared statement may
 be missing, or be somebody else's. Poolers show themselves by the process id that
@@ -29,8 +32,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Engine, PoolProxiedConnection, event
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Engine, event
 
 from celery_lease.dialects import SQLITE_NOW, Script
 from celery_lease.patience import Line, watch
@@ -83,8 +85,6 @@ class HeldConnections:
         self._pid = os.getpid()
         self._inherited: list[_Held] = []
         event.listen(engine, "do_connect", self._bound_connecting)
-        # First in the row: SQLAlchemy's own first questions are bounded as well.
-        event.listen(engine, "connect", self._bound_connection, insert=True)
 
     @property
     def idle(self) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ class HeldConnections:
             self._leave_inherited()
         with contextlib.suppress(IndexError):
             return self._stack.pop(), False
-        return self._connect(deadline)
+        return self._connect(deadline), True
 
     def run(self, held: _Held, script: Script, params: dict[str, Any], deadline: float) -> Rows:
         """Run a statement, and put the connection back only if it ended well."""
@@ -141,32 +141,33 @@ class HeldConnections:
         self._pid = os.getpid()
         self._engine.dispose(close=False)
 
-    def _connect(self, deadline: float) -> tuple[_Held, bool]:
+    def _connect(self, deadline: float) -> _Held:
         if deadline <= time.monotonic():
             raise Overdue
-        calls = self._calls
-        calls.deadline, calls.line = deadline, None
-        connection: Any = None
+        self._calls.deadline = deadline
         try:
-            pooled = self._engine.raw_connection()
-            connection = pooled.driver_connection
-            # Out of the pool: it is never reset by it, nor handed to somebody else.
-            pooled.detach()
+            connection = _connected(self._engine)
+        finally:
+            self._calls.deadline = None
+        held = _Held(connection, Line(connection.fileno()))
+        with self._bounded(held, deadline):
             connection.autocommit = True
             if self._prepare and _is_straight(connection):
                 connection.prepare_threshold = _PREPARE_THRESHOLD
-            new = calls.line is not None
-            return _Held(connection, calls.line or Line(connection.fileno())), new
-        except BaseException as error:  # noqa: BLE001 - it is raised again
-            if connection is not None:
-                connection.close()
-            if isinstance(error, Exception) and calls.line is not None and calls.line.cut:
+        return held
+
+    @contextlib.contextmanager
+    def _bounded(self, held: _Held, deadline: float) -> Iterator[None]:
+        watch().add(held.line, deadline)
+        try:
+            yield
+        except BaseException as error:
+            held.discard()
+            if held.line.cut and isinstance(error, Exception):
                 raise Overdue from None
-            raise _driver_error(error) from None
+            raise
         finally:
-            if calls.line is not None:
-                watch().remove(calls.line)
-            calls.deadline = calls.line = None
+            watch().remove(held.line)
 
     def _bound_connecting(self, _: Any, __: Any, ___: Any, params: dict[str, Any]) -> None:
         deadline = getattr(self._calls, "deadline", None)
@@ -176,16 +177,10 @@ class HeldConnections:
             given = int(params.get("connect_timeout") or left)
             params["connect_timeout"] = min(given, left)
 
-    def _bound_connection(self, driver_connection: Any, _: Any) -> None:
-        deadline = getattr(self._calls, "deadline", None)
-        if deadline is not None:
-            self._calls.line = Line(driver_connection.fileno())
-            watch().add(self._calls.line, deadline)
 
-
-def _driver_error(error: BaseException) -> BaseException:
-    """Return the driver's error that SQLAlchemy has wrapped."""
-    return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+def _connected(engine: Engine) -> Any:
+    """Return a new connection of the driver's, made as the engine makes its own."""
+    return engine.pool._creator()  # type: ignore[call-arg]  # noqa: SLF001 - see the module
 
 
 def _is_straight(connection: Any) -> bool:
@@ -231,8 +226,7 @@ class FreshConnections:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Overdue
-            with contextlib.closing(self._connected()) as pooled:
-                connection: Any = pooled.driver_connection
+            with contextlib.closing(_connected(self._engine)) as connection:
                 # Transactions are begun and ended here, by hand.
                 connection.isolation_level = None
                 connection.execute(f"PRAGMA busy_timeout = {int(left * 1000)}")
@@ -242,12 +236,6 @@ class FreshConnections:
 
     def close_idle(self, seconds: float) -> None:
         """Do nothing: no connection outlives its transaction."""
-
-    def _connected(self) -> PoolProxiedConnection:
-        try:
-            return self._engine.raw_connection()
-        except DBAPIError as error:
-            raise _driver_error(error) from None
 
     def _use_log(self, connection: Any) -> None:
         """Turn the write-ahead log on, once: readers and the writer then do not wait."""

@@ -11,7 +11,9 @@ polls only while calls are in flight, and does not survive a fork.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -22,6 +24,8 @@ __all__ = ("Line", "Watch", "watch")
 _POLL_INTERVAL = 0.2
 #: Polls without a call in flight before the thread sleeps until the next one.
 _IDLE_POLLS = 10
+#: Seconds that the thread has to show that it runs.
+_START_TIME = 1.0
 
 
 class Line:
@@ -31,9 +35,11 @@ class Line:
     else, at the very moment at which it is to be shut.
     """
 
+    _descriptor = -1
+
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = os.dup(descriptor)
         self._lock = threading.Lock()
+        self._descriptor = os.dup(descriptor)
         #: When the call in flight is overdue, on the monotonic clock.
         self.deadline: float | None = None
         #: Whether this line was cut.
@@ -59,41 +65,71 @@ class Line:
                 os.close(descriptor)
 
     def __del__(self) -> None:
-        self.close()
+        if self._descriptor >= 0:
+            self.close()
 
 
 class Watch:
-    """Shuts overdue lines, in the process that made it."""
+    """Shuts overdue lines, in the process that made it.
+
+    Asynchronous exceptions strike in the threads that call this, so there is no
+    lock here that one could leave taken, and nobody waits for the thread to
+    start: such an exception may even hit the new thread instead, which then
+    ends at once. Whoever comes next starts another.
+    """
 
     def __init__(self) -> None:
         self.in_flight: dict[int, Line] = {}
-        self._busy = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="celery-lease-patience", daemon=True)
-        self._thread.start()
+        self._running = False
+        self._started_at = -math.inf
+        self._asleep = False
+        self._idle = 0
+        # Taken: nobody has rung.
+        self._bell = _thread.allocate_lock()
+        self._bell.acquire()
 
     def add(self, line: Line, deadline: float) -> None:
         """Begin a call that is to end before the deadline."""
         line.deadline = deadline
         self.in_flight[id(line)] = line
-        if not self._busy.is_set():
-            self._busy.set()
+        if self._asleep:
+            # Rung already, if it says that nobody holds it.
+            with contextlib.suppress(RuntimeError):
+                self._bell.release()
+        elif not self._running:
+            self._start()
 
     def remove(self, line: Line) -> None:
         """End a call."""
         self.in_flight.pop(id(line), None)
 
+    def _start(self) -> None:
+        now = time.monotonic()
+        if now - self._started_at > _START_TIME:
+            self._started_at = now
+            # Not by threading, whose start() waits for a sign of life.
+            _thread.start_new_thread(self._run, ())
+
     def _run(self) -> None:
-        idle = 0
-        while True:
-            if not self.in_flight and idle >= _IDLE_POLLS:
-                self._busy.clear()
-                # A call may have come between the look and the clearing.
-                if not self.in_flight:
-                    self._busy.wait()
-                idle = 0
-            time.sleep(_POLL_INTERVAL)
-            idle = 0 if self.in_flight else idle + 1
-            self._shut_overdue()
+        self._running = True
+        try:
+            while True:
+                self._sleep_without_calls()
+                time.sleep(_POLL_INTERVAL)
+                self._shut_overdue()
+        finally:
+            self._running = self._asleep = False
+
+    def _sleep_without_calls(self) -> None:
+        self._idle = 0 if self.in_flight else self._idle + 1
+        if self._idle <= _IDLE_POLLS:
+            return
+        self._asleep = True
+        # A call that came before it could see that has not rung.
+        if not self.in_flight:
+            self._bell.acquire()
+        self._asleep = False
+        self._idle = 0
 
     def _shut_overdue(self) -> None:
         now = time.monotonic()
@@ -103,31 +139,13 @@ class Watch:
                 line.shut()
 
 
-class _PerProcess:
-    """The watch of this process; a child of a fork gets its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watch: Watch | None = None
-        os.register_at_fork(after_in_child=self._forget)
-
-    def get(self) -> Watch:
-        watch = self._watch
-        if watch is not None:
-            return watch
-        with self._lock:
-            if self._watch is None:
-                self._watch = Watch()
-            return self._watch
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._watch = None
-
-
-_per_process = _PerProcess()
+#: The watch of this process; a child of a fork gets its own.
+_watches: dict[str, Watch] = {}
+os.register_at_fork(after_in_child=_watches.clear)
 
 
 def watch() -> Watch:
     """Return the watch of this process."""
-    return _per_process.get()
+    found = _watches.get("")
+    # One step for all threads, without a lock that a fork could find taken.
+    return found if found is not None else _watches.setdefault("", Watch())

@@ -69,7 +69,7 @@ def test_the_descriptor_is_given_back(ends: tuple[socket.socket, socket.socket])
     assert before == process.num_fds()
 
 
-def test_there_is_one_thread_per_process() -> None:
+def test_there_is_one_watch_per_process() -> None:
     """However many threads ask for it at the same time."""
     start, found = threading.Barrier(8), []
 
@@ -91,23 +91,45 @@ def test_a_sleeping_watch_wakes(
     """After a time without calls the next one is watched like the first."""
     monkeypatch.setattr("celery_lease.patience._IDLE_POLLS", 0)
     lazy = Watch()
-    until(lambda: not lazy._busy.is_set())
-    line = Line(ends[0].fileno())
-    lazy.add(line, time.monotonic())
+    for _ in range(2):
+        line = Line(ends[0].fileno())
+        lazy.add(line, time.monotonic())
+        until(lambda line=line: line.cut)
+        until(lambda: lazy._asleep, what="sleep")
+        line.close()
+
+
+def test_a_watch_that_was_killed_is_started_again(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception that hits the watching thread costs no later call its bound."""
+    monkeypatch.setattr("celery_lease.patience._START_TIME", 0.05)
+    monkeypatch.setattr("celery_lease.patience._thread.start_new_thread", lambda *_: 0)
+    killed, line = Watch(), Line(ends[0].fileno())
+    killed.add(line, time.monotonic())
+    monkeypatch.undo()
+    monkeypatch.setattr("celery_lease.patience._START_TIME", 0.05)
+    time.sleep(0.06)
+    killed.add(line, time.monotonic())
     until(lambda: line.cut)
     line.close()
 
 
 def test_a_child_watches_for_itself() -> None:
     """A fork takes no thread along, so the child starts its own."""
-    parents = watch()
-    reading, writing = os.pipe()
+    one, two = socket.socketpair()
+    parents, line = watch(), Line(one.fileno())
+    parents.add(line, time.monotonic() + 60)
     pid = os.fork()
     if pid == 0:
-        code = b"1" if watch() is not parents and watch()._thread.is_alive() else b"0"
-        os.write(writing, code)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert b"1" == os.read(reading, 1)
-    os.close(reading)
-    os.close(writing)
+        one.settimeout(10)
+        own = watch()
+        own.add(line, time.monotonic())
+        # The line is cut for the parent as well: the connection is one.
+        os._exit(0 if own is not parents and one.recv(1) == b"" else 1)
+    _, status = os.waitpid(pid, 0)
+    parents.remove(line)
+    line.close()
+    assert 0 == os.waitstatus_to_exitcode(status)
+    one.close()
+    two.close()
