@@ -263,14 +263,19 @@ class Crew:
     def close(self) -> None:
         """Kill what still runs, and let go of the sender's connections."""
         self.close_workers()
-        backend: Any = self.app.backend
-        client = vars(backend).get("client")  # a cached property of the Redis backend
-        if client is not None:
-            # A result that is collected later would connect anew, to say that it is not awaited.
-            backend.result_consumer.cancel_for = lambda _: None
-            backend.result_consumer.stop()
-            client.connection_pool.disconnect()
-        self.app.close()
+        disconnect(self.app)
+
+
+def disconnect(app: Celery) -> None:
+    """Close a sender's connections: one that is only collected is a warning in a later test."""
+    backend: Any = app.backend
+    client = vars(backend).get("client")  # a cached property of the Redis backend
+    if client is not None:
+        # A result that is collected later would connect anew, to say that it is not awaited.
+        backend.result_consumer.cancel_for = lambda _: None
+        backend.result_consumer.stop()
+        client.connection_pool.disconnect()
+    app.close()
 
 
 def _environment(directory: Path) -> dict[str, str]:

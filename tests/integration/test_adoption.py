@@ -6,7 +6,7 @@ import pytest
 from celery import Celery
 from harness.journal import Journal
 from harness.rows import Rows
-from harness.workers import Crew
+from harness.workers import Crew, disconnect
 
 
 @pytest.mark.parametrize("protocol", [1, 2])
@@ -18,18 +18,21 @@ def test_producers_without_the_package_and_ordinary_tasks_go_on(
     The leased one has a row and its result; the ordinary one leaves no trace in the database.
     """
     crew.start()
-    with Celery(
+    producer = Celery(
         "elsewhere",
         broker=crew.settings.broker_url,
         backend=crew.settings.result_backend,
         set_as_current=False,
-    ) as producer:
+    )
+    try:
         producer.conf.task_protocol = protocol
         producer.conf.task_default_queue = crew.settings.queue
         leased = producer.send_task("adder", (2, 3))
         ordinary = producer.send_task("plain", ("x",))
         assert leased.get(timeout=15) == 5
         assert ordinary.get(timeout=15) == "x"
+    finally:
+        disconnect(producer)
     assert rows.wait(leased.id, state="succeeded")["fencing_token"] == 1
     assert [leased.id] == [row["task_id"] for row in rows.all()]
     assert [ordinary.id] == [entry.task_id for entry in journal.wait("plain")]
