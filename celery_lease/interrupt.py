@@ -44,6 +44,8 @@ __all__ = ("Armed", "Interrupter")
 
 #: Urgent data on a socket: ignored by default, and used by next to nobody.
 _SIGNAL: signal.Signals | None = getattr(signal, "SIGURG", None)
+#: Asked before every body; `signal`'s own wrapper looks for an enum's member each time.
+_getsignal: Any = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _FIRST_NUDGE = 0.02
 _LAST_NUDGE = 1.0
 
@@ -256,7 +258,7 @@ class _Handler:
         """Install it, once, from the main thread; False if the signal is somebody else's."""
         if _SIGNAL is None:
             return False
-        current = signal.getsignal(_SIGNAL)
+        current = _getsignal(_SIGNAL)
         if current is self:
             return True
         # None: set by C code, which Python cannot chain to.
