@@ -193,7 +193,7 @@ class Heartbeat:
         holds = self.holds()
         self._lose([(hold, reason) for hold in holds if (reason := hold.find_loss(instant))])
         for hold in holds:
-            if not hold.lost_event.is_set() and hold.is_news(instant):
+            if not hold.is_lost and hold.is_news(instant):
                 self._tell(self._on_unknown, hold, None)
 
     def _beat(self) -> None:
@@ -235,7 +235,7 @@ class Heartbeat:
         _log.debug("renewal failed", exc_info=error)
         for hold in batch:
             hold.fail(instant)
-            if not hold.released and not hold.lost_event.is_set() and hold.is_news(instant):
+            if not hold.released and not hold.is_lost and hold.is_news(instant):
                 self._tell(self._on_unknown, hold, error)
 
     def _note_answer(

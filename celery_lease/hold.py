@@ -69,8 +69,6 @@ class Hold:
         self.lease_until = lease_until
         self.executor = executor
         self.cancel_reason: str | None = None
-        #: Set as soon as a thread of the heartbeat knows that the lease is lost.
-        self.lost_event = threading.Event()
         #: Id of the outside request that runs now, for the log.
         self.request_id: str | None = None
         #: Renewals that failed since the last one that was confirmed.
@@ -83,6 +81,8 @@ class Hold:
         self._clock = clock
         self._parent = os.getppid() if watch_parent else None
         self._lost: str | None = None
+        # Made when somebody asks for it: next to nobody does, and it costs more than all the rest.
+        self._lost_event: threading.Event | None = None
         self._told_unknown = False
         # Compared by identity: each has one writer, so no lock and no lost update.
         self._details: list[str] | None = None
@@ -141,8 +141,24 @@ class Hold:
             if self._lost:
                 return False
             self._lost = reason
-        self.lost_event.set()
+            event = self._lost_event
+        if event is not None:
+            event.set()
         return True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a thread of the heartbeat has noted the loss."""
+        return self._lost is not None
+
+    @property
+    def lost_event(self) -> threading.Event:
+        """Set as soon as a thread of the heartbeat knows that the lease is lost."""
+        with self._lock:
+            event = self._lost_event = self._lost_event or threading.Event()
+            if self._lost:
+                event.set()
+        return event
 
     def is_overdue(self, instant: float) -> bool:
         """Whether a renewal should have been confirmed more than one interval ago."""

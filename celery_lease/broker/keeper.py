@@ -60,7 +60,8 @@ class VisibilityKeeper:
                     target=self._run, name="lease-visibility", daemon=True
                 )
                 self._thread.start()
-        self._changed.set()
+        if not self._changed.is_set():
+            self._changed.set()
 
     def leave(self, tag: str) -> None:
         """Stop extending this delivery."""
