@@ -48,21 +48,22 @@ class Admission:
     """One delivered message on its way to its body.
 
     Args:
-        task: The task; its request is that of this execution.
+        task: The task.
+        request: Its request, of this execution.
         settings: Its settings.
         runtime: The process's leases.
     """
 
-    def __init__(self, task: Any, settings: Settings, runtime: Runtime) -> None:
+    def __init__(self, task: Any, request: Any, settings: Settings, runtime: Runtime) -> None:
         self.task = task
         self.settings = settings
         self.runtime = runtime
-        self.request = task.request
-        properties = self.request.properties or {}
+        self.request = request
+        properties = request.properties or {}
         self.delivered = properties.get("lease") or {}
         self.tag = properties.get("delivery_tag")
         self.sends_events = bool(self.delivered.get("events"))
-        self.owner_id = self.delivered.get("owner") or new_owner(self.request.hostname or "local")
+        self.owner_id = self.delivered.get("owner") or new_owner(request.hostname or "local")
         # Trust counts from the start of a request: half a lease still leaves half of it.
         self.timeout = min(settings.duration / 2, _CLAIM_TIMEOUT)
         #: Set when an outcome was given to Celery: what its signal will mark as announced.

@@ -262,13 +262,20 @@ def current_lease() -> RunningLease | StandInLease:
     return StandInLease()
 
 
-@contextmanager
-def running(lease: RunningLease) -> Iterator[None]:
+class running:  # noqa: N801 - reads as the function it stands for: a generator costs thrice as much
     """Make a lease the current one while the body runs."""
-    token = _current.set(lease)
-    _running[id(lease)] = lease
-    try:
-        yield
-    finally:
-        _running.pop(id(lease), None)
-        _current.reset(token)
+
+    __slots__ = ("_lease", "_token")
+
+    def __init__(self, lease: RunningLease) -> None:
+        self._lease = lease
+
+    def __enter__(self) -> None:
+        """The body begins."""
+        self._token = _current.set(self._lease)
+        _running[id(self._lease)] = self._lease
+
+    def __exit__(self, *_: object) -> None:
+        """The body has ended."""
+        _running.pop(id(self._lease), None)
+        _current.reset(self._token)

@@ -130,7 +130,7 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         settings = runtime.settings_for(self)
         if settings.mode == "off":
             return call(*args, **kwargs)
-        execution = Execution(Admission(self, settings, runtime))
+        execution = Execution(Admission(self, request, settings, runtime))
         setattr(request, _EXECUTION, execution)
         return execution.run(functools.partial(call, *args, **kwargs))
 
