@@ -68,6 +68,9 @@ class HandwrittenLease:
             self._connection.close()
 
 
+_CANVAS = ("callbacks", "errbacks", "chain", "chord")
+
+
 class HandwrittenTask(Task):  # type: ignore[type-arg]
     """The task base class; a subclass has `claims`."""
 
@@ -76,7 +79,9 @@ class HandwrittenTask(Task):  # type: ignore[type-arg]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         task_id = str(self.request.id)
-        grant = self.claims.claim(task_id, json.dumps([args, kwargs]).encode())
+        canvas = {key: getattr(self.request, key) for key in _CANVAS}
+        body = json.dumps([args, kwargs, canvas]).encode()
+        grant = self.claims.claim(task_id, body)
         if grant is None:
             raise Ignore
         result = super().__call__(*args, **kwargs)
