@@ -26,12 +26,14 @@ that lasts until the transaction ends, so the second finds nothing to do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from celery.exceptions import ImproperlyConfigured
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import OperationalError
 
 from celery_lease.migrations import v01
 from celery_lease.schema import SCHEMA_VERSION
@@ -40,6 +42,8 @@ __all__ = ("current_version", "down", "downgrade", "sql", "up", "upgrade")
 
 _STEPS = {1: v01}
 _DIALECTS = ("postgresql", "sqlite")
+#: In seconds: how long another process may keep SQLite's journal mode from changing.
+_WAL_PATIENCE = 30.0
 #: Any constant will do, as long as every release uses the same one.
 _LOCK = "SELECT pg_advisory_xact_lock(7161923346190281801)"
 
@@ -182,7 +186,7 @@ def _transaction(engine: Engine) -> Iterator[Connection]:
     # The sqlite3 module begins no transaction before DDL, so it is done by hand.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("PRAGMA busy_timeout = 30000")
-        connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+        _switch_to_wal(connection)
         connection.exec_driver_sql("BEGIN IMMEDIATE")
         try:
             yield connection
@@ -190,6 +194,23 @@ def _transaction(engine: Engine) -> Iterator[Connection]:
             connection.exec_driver_sql("ROLLBACK")
             raise
         connection.exec_driver_sql("COMMIT")
+
+
+def _switch_to_wal(connection: Connection) -> None:
+    """Switch to the write-ahead log; SQLite's own patience does not cover this statement."""
+    end = time.monotonic() + _WAL_PATIENCE
+    while not _is_in_wal(connection, last=time.monotonic() > end):
+        time.sleep(0.05)
+
+
+def _is_in_wal(connection: Connection, *, last: bool) -> bool:
+    try:
+        connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+    except OperationalError as error:
+        if last or "locked" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _lock(connection: Connection) -> None:

@@ -233,6 +233,9 @@ class Proxy:
             self._watch(end, on=True)
 
     def _drop(self, pair: _Pair, *, reset: bool) -> None:
+        if pair.lost is not None and not pair.lost.happened():
+            # The connection broke by itself, before the answer: the order still stands.
+            self._orders.append(pair.lost)
         for end in (pair.client, pair.server):
             self._watch(end, on=False)
             self._pairs.pop(end, None)
