@@ -35,37 +35,14 @@ from typing import Any
 from sqlalchemy import Engine, event
 
 from celery_lease.dialects import SQLITE_NOW, Script
-from celery_lease.patience import Line, watch
+from celery_lease.wire import Overdue, Rows, Wire
 
 __all__ = ("FreshConnections", "HeldConnections", "Overdue")
 
-Rows = list[tuple[Any, ...]]
-
-
 #: Runs of a statement before it is prepared, as psycopg has it.
 _PREPARE_THRESHOLD = 5
-
-
-class Overdue(Exception):  # noqa: N818 - not an error of the interface
-    """The time that a call may take was over before it began, or it was cut off."""
-
-
-class _Held:
-    """One connection of the stack."""
-
-    __slots__ = ("connection", "cursor", "line", "used_at")
-
-    def __init__(self, connection: Any, line: Line) -> None:
-        self.connection = connection
-        self.cursor = connection.cursor()
-        self.line = line
-        self.used_at = time.monotonic()
-
-    def discard(self) -> None:
-        """Close the connection, whatever state it is in."""
-        with contextlib.suppress(Exception):
-            self.connection.close()
-        self.line.close()
+_WHO = Script(("SELECT pg_backend_pid()",))
+_NO_SCANS = Script(("SET enable_seqscan = off",))
 
 
 class HeldConnections:
@@ -80,18 +57,18 @@ class HeldConnections:
     def __init__(self, engine: Engine, *, prepare: bool = False) -> None:
         self._engine = engine
         self._prepare = prepare
-        self._stack: list[_Held] = []
+        self._stack: list[Wire] = []
         self._calls = threading.local()
         self._pid = os.getpid()
-        self._inherited: list[_Held] = []
+        self._inherited: list[Wire] = []
         event.listen(engine, "do_connect", self._bound_connecting)
 
     @property
     def idle(self) -> tuple[Any, ...]:
         """The driver's connections that lie on the stack."""
-        return tuple(held.connection for held in self._stack)
+        return tuple(wire.connection for wire in self._stack)
 
-    def take(self, deadline: float) -> tuple[_Held, bool]:
+    def take(self, deadline: float) -> tuple[Wire, bool]:
         """Return a connection and whether it is new."""
         if self._pid != os.getpid():
             self._leave_inherited()
@@ -99,24 +76,15 @@ class HeldConnections:
             return self._stack.pop(), False
         return self._connect(deadline), True
 
-    def run(self, held: _Held, script: Script, params: dict[str, Any], deadline: float) -> Rows:
+    def run(self, wire: Wire, script: Script, params: dict[str, Any], deadline: float) -> Rows:
         """Run a statement, and put the connection back only if it ended well."""
-        patience = watch()
-        cursor = held.cursor
         try:
-            patience.add(held.line, deadline)
-            try:
-                cursor.execute(script.steps[0], params)
-                rows: Rows = cursor.fetchall() if cursor.description else []
-            finally:
-                patience.remove(held.line)
-        except BaseException as error:
-            held.discard()
-            if held.line.cut and isinstance(error, Exception):
-                raise Overdue from None
+            rows = wire.run(script, params, deadline)
+        except BaseException:
+            _discard(wire)
             raise
-        held.used_at = time.monotonic()
-        self._stack.append(held)
+        wire.used_at = time.monotonic()
+        self._stack.append(wire)
         return rows
 
     def close_idle(self, seconds: float) -> None:
@@ -128,11 +96,11 @@ class HeldConnections:
         kept = []
         for _ in range(len(self._stack)):
             with contextlib.suppress(IndexError):
-                held = self._stack.pop(0)
-                if held.used_at < oldest:
-                    held.discard()
+                wire = self._stack.pop(0)
+                if wire.used_at < oldest:
+                    _discard(wire)
                 else:
-                    kept.append(held)
+                    kept.append(wire)
         self._stack[:0] = kept
 
     def _leave_inherited(self) -> None:
@@ -141,7 +109,7 @@ class HeldConnections:
         self._pid = os.getpid()
         self._engine.dispose(close=False)
 
-    def _connect(self, deadline: float) -> _Held:
+    def _connect(self, deadline: float) -> Wire:
         if deadline <= time.monotonic():
             raise Overdue
         self._calls.deadline = deadline
@@ -149,25 +117,24 @@ class HeldConnections:
             connection = _connected(self._engine)
         finally:
             self._calls.deadline = None
-        held = _Held(connection, Line(connection.fileno()))
-        with self._bounded(held, deadline):
-            connection.autocommit = True
-            if self._prepare and _is_straight(connection):
-                connection.prepare_threshold = _PREPARE_THRESHOLD
-        return held
-
-    @contextlib.contextmanager
-    def _bounded(self, held: _Held, deadline: float) -> Iterator[None]:
-        watch().add(held.line, deadline)
+        connection.autocommit = True
+        wire = Wire(connection)
         try:
-            yield
-        except BaseException as error:
-            held.discard()
-            if held.line.cut and isinstance(error, Exception):
-                raise Overdue from None
+            if self._prepare:
+                self._begin_preparing(wire, deadline)
+            else:
+                wire.prepare_threshold = connection.prepare_threshold
+        except BaseException:
+            _discard(wire)
             raise
-        finally:
-            watch().remove(held.line)
+        return wire
+
+    def _begin_preparing(self, wire: Wire, deadline: float) -> None:
+        if _is_straight(wire, deadline):
+            # A plan is kept for as long as the connection lives. Made when the table is empty it
+            # would read the whole table, and go on so when there are a million rows.
+            wire.run(_NO_SCANS, {}, deadline)
+            wire.prepare_threshold = _PREPARE_THRESHOLD
 
     def _bound_connecting(self, _: Any, __: Any, ___: Any, params: dict[str, Any]) -> None:
         deadline = getattr(self._calls, "deadline", None)
@@ -183,10 +150,16 @@ def _connected(engine: Engine) -> Any:
     return engine.pool._creator()  # type: ignore[call-arg]  # noqa: SLF001 - see the module
 
 
-def _is_straight(connection: Any) -> bool:
+def _is_straight(wire: Wire, deadline: float) -> bool:
     """Return whether no pooler stands between this process and the server."""
-    (pid,) = connection.execute("SELECT pg_backend_pid()").fetchone()
-    return bool(pid == connection.info.backend_pid)
+    ((pid,),) = wire.run(_WHO, {}, deadline)
+    return bool(pid == wire.connection.info.backend_pid)
+
+
+def _discard(wire: Wire) -> None:
+    """Close a connection, whatever state it is in."""
+    with contextlib.suppress(Exception):
+        wire.close()
 
 
 class _ForkLock:

@@ -28,11 +28,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from celery_lease.address import checked_url
-from celery_lease.connections import FreshConnections, HeldConnections, Overdue, Rows
+from celery_lease.connections import FreshConnections, HeldConnections
 from celery_lease.dialects import Dialect, Names, Script, dialect_named
 from celery_lease.exceptions import DatabaseUnavailable, SchemaOutdated
 from celery_lease.schema import SCHEMA_VERSION
 from celery_lease.sql import scripts
+from celery_lease.wire import Overdue, Rows
 
 __all__ = ("Database",)
 
@@ -202,9 +203,9 @@ class Database:
     ) -> Rows:
         conflicts = 0
         while True:
-            held, new = connections.take(deadline)
+            wire, new = connections.take(deadline)
             try:
-                return connections.run(held, script, params, deadline)
+                return connections.run(wire, script, params, deadline)
             except self._driver.Error as error:
                 if _state(error) in _CONFLICTS and conflicts < _CONFLICT_RETRIES:
                     conflicts += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -29,7 +29,6 @@ SQLITE_NOW = "SELECT strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
 
 # A name after one colon; two colons are a cast.
 _PLACEHOLDER = re.compile(r"(?<![:\w]):([a-z_]\w*)")
-_BINARY = ("payload", "result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,8 @@ class Script:
     answer: int = -1
     #: False: nothing is written, so SQLite needs no write lock.
     writes: bool = True
+    #: PostgreSQL: the names of the numbered placeholders, in order.
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Names:
     reaper: str
     fence: str
     version: str
+    #: PostgreSQL's type of a row's state.
+    state: str
 
     @classmethod
     def of(cls, schema: str | None) -> Names:
@@ -63,6 +66,7 @@ class Names:
             reaper=f"{prefix}celery_lease_reaper",
             fence=f"{prefix}celery_lease_fence",
             version=f"{prefix}celery_lease_version",
+            state=f"{prefix}celery_lease_state",
         )
 
 
@@ -87,8 +91,12 @@ class Dialect:
     json_instant: Callable[[str], str]
     #: SQL of a truth value -> SQL of it as a member of ``json_object``.
     json_truth: Callable[[str], str]
-    #: A statement with ``:name`` placeholders -> the driver's.
-    placed: Callable[[str], str]
+    #: SQL of a state as text, name of its type -> SQL of it as a state.
+    state: Callable[[str, str], str]
+    #: SQL of a column -> SQL of it by which no index is sought: the row is found otherwise.
+    unsought: Callable[[str], str]
+    #: A script with ``:name`` placeholders -> with the driver's.
+    placed: Callable[[Script], Script]
     #: A value of an instant's column -> an aware datetime in UTC.
     instant: Callable[[Any], datetime | None]
     #: A name, rows that begin with a task id -> the parameters that carry them.
@@ -107,13 +115,13 @@ def dialect_named(name: str) -> Dialect:
     raise ImproperlyConfigured(f"no statements for {name!r}: expected postgresql or sqlite")
 
 
-def _placed_for_psycopg(statement: str) -> str:
-    def driver(match: re.Match[str]) -> str:
-        name = match.group(1)
-        # Bytes in their binary form are half as long as in the text form.
-        return f"%({name})b" if name in _BINARY else f"%({name})s"
-
-    return _PLACEHOLDER.sub(driver, statement.replace("%", "%%"))
+def _numbered(script: Script) -> Script:
+    """Return a script of one statement with PostgreSQL's own placeholders."""
+    (statement,) = script.steps
+    names = tuple(dict.fromkeys(_PLACEHOLDER.findall(statement)))
+    numbers = {name: f"${number}" for number, name in enumerate(names, 1)}
+    placed = _PLACEHOLDER.sub(lambda match: numbers[match.group(1)], statement)
+    return replace(script, steps=(placed,), names=names)
 
 
 def _from_timestamptz(value: datetime | None) -> datetime | None:
@@ -149,7 +157,9 @@ POSTGRESQL = Dialect(
     json_array=lambda *values: f"json_build_array({', '.join(values)})",
     json_instant=lambda instant: instant,
     json_truth=lambda truth: f"({truth})",
-    placed=_placed_for_psycopg,
+    state=lambda text, kind: f"CAST({text} AS {kind})",
+    unsought=lambda column: f"{column}::text",
+    placed=_numbered,
     instant=_from_timestamptz,
     batch=_by_task,
 )
@@ -164,7 +174,9 @@ SQLITE = Dialect(
     json_array=lambda *values: f"json_array({', '.join(values)})",
     json_instant=lambda instant: f"replace({instant}, ' ', 'T') || '+00:00'",
     json_truth=lambda truth: f"json(CASE WHEN {truth} THEN 'true' ELSE 'false' END)",
-    placed=lambda statement: statement,
+    state=lambda text, _: text,
+    unsought=lambda column: f"+{column}",
+    placed=lambda script: script,
     instant=_from_text,
     batch=lambda name, rows: {name: json.dumps(rows)},
 )

@@ -30,6 +30,7 @@ from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_lease import outcome, report
+from celery_lease.accepted import store_unasked
 from celery_lease.admission import Admission, ignores_result
 from celery_lease.exceptions import (
     DatabaseUnavailable,
@@ -118,6 +119,10 @@ class Execution:
                 keeper.leave(tag)
             self.runtime.heartbeat.discard(hold)
 
+    def forget_request(self) -> None:
+        """The execution is over; only what became of it is still asked for."""
+        self.request = self.admission.request = None
+
     def _make_hold(self, claim: Claim, started: float) -> TaskHold:
         assert claim.ref is not None  # noqa: S101 - granted
         hold = TaskHold(
@@ -205,6 +210,7 @@ class Execution:
             hold.lose("zero_rows")
             raise self._rejected(hold, value)
         if not announced:
+            store_unasked(self.task.backend, hold.ref.task_id)
             self.outcome_ref = hold.ref
             self.harmless = not follows and not _has_handlers(self.task.__class__)
         report.committed(self.task, hold.ref, state)

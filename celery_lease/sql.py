@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from celery_lease.dialects import Dialect, Names, Script
@@ -20,7 +19,4 @@ def scripts(dialect: Dialect, schema: str | None) -> dict[str, Script]:
     phrases = Phrases(dialect, Names.of(schema))
     own = postgresql_scripts if dialect.name == "postgresql" else sqlite_scripts
     found = {**shared_scripts(phrases), **own(phrases)}
-    return {
-        name: replace(script, steps=tuple(dialect.placed(step) for step in script.steps))
-        for name, script in found.items()
-    }
+    return {name: dialect.placed(script) for name, script in found.items()}

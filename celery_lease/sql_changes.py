@@ -95,7 +95,7 @@ class Changes:
         """Return what a release changes."""
         now, later = self.phrases.now, self.phrases.dialect.later
         return (
-            f"SET state = {outcome}, owner_id = NULL, lease_until = NULL,"
+            f"SET state = {self.phrases.state(outcome)}, owner_id = NULL, lease_until = NULL,"
             " crashes = lease.crashes + CASE WHEN :charge THEN 1 ELSE 0 END,"
             f" dispatch = {self.release_dispatch('lease', outcome)},"
             f" dispatch_at = CASE WHEN {outcome} <> 'queued' THEN {now}"
@@ -140,7 +140,7 @@ class Changes:
         """Return what a reclaim changes."""
         now = self.phrases.now
         return (
-            f"SET state = {outcome}, owner_id = NULL, lease_until = NULL,"
+            f"SET state = {self.phrases.state(outcome)}, owner_id = NULL, lease_until = NULL,"
             f" crashes = lease.crashes + {charge},"
             f" dispatch = lease.dispatch + CASE WHEN {outcome} = 'queued' THEN 1 ELSE 0 END,"
             f" dispatch_at = {due}, dispatches = 0, announce_until = {announce_until},"
@@ -162,8 +162,9 @@ class Changes:
     def cancel_update(self) -> str:
         """Return what a cancellation changes: a queued row at once, a running one on request."""
         now = self.phrases.now
+        cancelled = "CASE WHEN lease.state = 'queued' THEN 'cancelled' ELSE 'running' END"
         return (
-            "SET state = CASE WHEN lease.state = 'queued' THEN 'cancelled' ELSE lease.state END,"
+            f"SET state = {self.phrases.state(cancelled)},"
             f" cancel_requested_at = COALESCE(lease.cancel_requested_at, {now}),"
             " cancel_reason = COALESCE(lease.cancel_reason, :reason),"
             f" finished_at = CASE WHEN lease.state = 'queued' THEN {now} END,"

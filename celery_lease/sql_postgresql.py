@@ -96,8 +96,7 @@ def _renew(phrases: Phrases) -> str:
         " WHERE lease.task_id = ANY(:beat_ids::varchar[])"
         f" AND lease.owner_id = {_of('beat', 0, 'varchar')}"
         f" AND lease.fencing_token = {_of('beat', 1, 'bigint')}"
-        # Not as a plain column: the index of running rows is no way to a few of them.
-        f" AND lease.state || '' = 'running' AND lease.lease_until > {phrases.now}"
+        f" AND {phrases.running('lease.state')} AND lease.lease_until > {phrases.now}"
         " RETURNING lease.task_id, lease.owner_id, lease.fencing_token, lease.lease_until,"
         " lease.cancel_requested_at, lease.cancel_reason"
     )
@@ -106,7 +105,7 @@ def _renew(phrases: Phrases) -> str:
 def _holder(phrases: Phrases) -> dict[str, str]:
     claim, renew, announce = _claim(phrases), _renew(phrases), _announce(phrases)
     claim_new = _claim_new(phrases)
-    crashed = "task_id = :task_id AND owner_id = :owner_id AND state = 'running'"
+    crashed = f"task_id = :task_id AND owner_id = :owner_id AND {phrases.running('state')}"
     return {
         "claim_new": claim_new,
         "claim_new_announcing": f"WITH announced AS ({announce}) {claim_new}",
@@ -136,7 +135,8 @@ def _keeper(phrases: Phrases) -> dict[str, str]:
     later = phrases.dialect.later("COALESCE(:announce_in, lease.lease_duration)")
     charge = phrases.charge("lease")
     spent = (
-        f"{phrases.expired('lease')} AND lease.cancel_requested_at IS NULL"
+        f"{phrases.running('lease.state')} AND lease.lease_until <= {phrases.now}"
+        " AND lease.cancel_requested_at IS NULL"
         f" AND lease.crashes + {charge} >= lease.max_attempts"
     )
     failed = changes.reclaim_update("'failed'", "prior.charge", later, later)
@@ -213,7 +213,7 @@ def _reclaim(phrases: Phrases) -> str:
         # State, token and expiry once more: whoever changes the lines above cannot
         # make this one touch a row that has been finished or claimed since.
         f" reclaimed AS (UPDATE {lease} AS lease {update} FROM due"
-        " WHERE lease.task_id = due.task_id AND lease.state = 'running'"
+        f" WHERE lease.task_id = due.task_id AND {phrases.running('lease.state')}"
         " AND lease.fencing_token = due.fencing_token"
         f" AND lease.lease_until <= {_SCAN_NOW}"
         " RETURNING lease.task_id, lease.task_name, lease.state, due.owner_id,"

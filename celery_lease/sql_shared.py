@@ -93,7 +93,7 @@ def _reads(phrases: Phrases) -> dict[str, Script]:
     lease, now = phrases.names.lease, phrases.now
     filters = (
         "namespace = :namespace"
-        " AND (CAST(:state AS VARCHAR) IS NULL OR state = :state)"
+        " AND (CAST(:state AS VARCHAR) IS NULL OR CAST(state AS VARCHAR) = :state)"
         " AND (CAST(:task_name AS VARCHAR) IS NULL OR task_name = :task_name)"
         # The beginning is enough: host, then pid, then what is random.
         " AND (CAST(:owner AS VARCHAR) IS NULL"

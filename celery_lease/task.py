@@ -18,6 +18,7 @@ from celery import signals as celery_signals
 from celery.app.task import Task
 from celery.exceptions import Reject
 
+from celery_lease.accepted import ask_as_usual
 from celery_lease.admission import Admission
 from celery_lease.exceptions import LeaseLost
 from celery_lease.execution import Execution
@@ -132,7 +133,12 @@ class LeasedTask(Task):  # type: ignore[type-arg]
             return call(*args, **kwargs)
         execution = Execution(Admission(self, request, settings, runtime))
         setattr(request, _EXECUTION, execution)
-        return execution.run(functools.partial(call, *args, **kwargs))
+        try:
+            return execution.run(functools.partial(call, *args, **kwargs))
+        finally:
+            # The request knows its execution: knowing one another, both would keep the
+            # arguments in memory until the garbage collector comes round.
+            execution.forget_request()
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
         """Keep the request intact on the way from the lease to the body.
@@ -214,6 +220,7 @@ def _on_told(sender: Any = None, **_: Any) -> None:
     execution = _execution(getattr(sender, "request", None))
     if execution is not None and execution.outcome_ref is not None:
         ref, execution.outcome_ref = execution.outcome_ref, None
+        ask_as_usual(execution.task.backend)
         execution.runtime.announce_later(ref, harmless=execution.harmless)
 
 

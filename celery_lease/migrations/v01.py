@@ -14,6 +14,8 @@ _TYPES = {
         "float": "DOUBLE PRECISION",
         "serial": "BIGSERIAL PRIMARY KEY",
         "with": " WITH (fillfactor = 50)",
+        "state": "{prefix}celery_lease_state",
+        "check": "",
     },
     "sqlite": {
         "instant": "TEXT",
@@ -21,54 +23,56 @@ _TYPES = {
         "float": "FLOAT",
         "serial": "INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT",
         "with": "",
+        "state": "VARCHAR(16)",
+        "check": ",\n    CONSTRAINT celery_lease_state CHECK (state IN ({states}))",
     },
 }
+
+_STATES = "'queued', 'running', 'succeeded', 'failed', 'cancelled'"
 
 _UP = (
     """CREATE TABLE {prefix}celery_lease (
     task_id VARCHAR(255) NOT NULL PRIMARY KEY,
     namespace VARCHAR(128) NOT NULL,
     task_name VARCHAR(255) NOT NULL,
-    state VARCHAR(16) NOT NULL,
-    owner_id VARCHAR(255),
-    lease_until {instant},
+    created_at {instant} NOT NULL,
+    lease_duration {float} NOT NULL,
+    max_attempts INTEGER NOT NULL,
     fencing_token BIGINT DEFAULT 0 NOT NULL,
-    heartbeat_at {instant},
     attempt INTEGER DEFAULT 0 NOT NULL,
     crashes INTEGER DEFAULT 0 NOT NULL,
     retries INTEGER DEFAULT 0 NOT NULL,
-    max_attempts INTEGER NOT NULL,
-    lease_duration {float} NOT NULL,
-    idempotency_key VARCHAR(255),
     dispatch INTEGER DEFAULT 0 NOT NULL,
-    dispatch_at {instant},
     dispatches INTEGER DEFAULT 0 NOT NULL,
+    keep_payload BOOLEAN DEFAULT false NOT NULL,
+    claimed_at {instant},
+    deadline_at {instant},
+    idempotency_key VARCHAR(255),
+    labels TEXT,
+    delivery_tag VARCHAR(1024),
     payload {binary},
     message TEXT,
-    delivery_tag VARCHAR(1024),
-    result {binary},
-    result_type VARCHAR(100),
-    result_encoding VARCHAR(50),
-    error TEXT,
-    details TEXT,
-    labels TEXT,
-    cancel_requested_at {instant},
-    cancel_reason TEXT,
-    deadline_at {instant},
+    state {state} NOT NULL,
+    owner_id VARCHAR(255),
+    lease_until {instant},
+    heartbeat_at {instant},
+    dispatch_at {instant},
     announce_until {instant},
     announced_at {instant},
-    keep_payload BOOLEAN DEFAULT false NOT NULL,
-    created_at {instant} NOT NULL,
-    claimed_at {instant},
     finished_at {instant},
-    CONSTRAINT celery_lease_state
-        CHECK (state IN ('queued', 'running', 'succeeded', 'failed', 'cancelled'))
+    cancel_requested_at {instant},
+    cancel_reason TEXT,
+    result_type VARCHAR(100),
+    result_encoding VARCHAR(50),
+    result {binary},
+    error TEXT,
+    details TEXT{check}
 ){with}""",
     "CREATE INDEX celery_lease_running ON {prefix}celery_lease (namespace) WHERE state = 'running'",
     "CREATE INDEX celery_lease_due ON {prefix}celery_lease (namespace, dispatch_at)"
     " WHERE dispatch_at IS NOT NULL",
     "CREATE INDEX celery_lease_finished ON {prefix}celery_lease (namespace, finished_at)"
-    " WHERE finished_at IS NOT NULL",
+    " WHERE announced_at IS NOT NULL",
     "CREATE UNIQUE INDEX celery_lease_key ON {prefix}celery_lease (idempotency_key)"
     " WHERE idempotency_key IS NOT NULL",
     """CREATE TABLE {prefix}celery_lease_history (
@@ -115,10 +119,24 @@ def up(dialect_name: str, prefix: str) -> tuple[str, ...]:
         dialect_name: ``postgresql`` or ``sqlite``.
         prefix: The quoted database schema and a dot, or nothing.
     """
-    return tuple(text.format(prefix=prefix, **_TYPES[dialect_name]) for text in _UP)
+    tables = _formatted(_UP, dialect_name, prefix)
+    if dialect_name == "postgresql":
+        # A type, not a constraint, which PostgreSQL would parse anew with every statement.
+        return (f"CREATE TYPE {prefix}celery_lease_state AS ENUM ({_STATES})", *tables)
+    return tables
 
 
 def down(dialect_name: str, prefix: str) -> tuple[str, ...]:
     """Return the statements that drop the tables."""
-    del dialect_name
-    return tuple(text.format(prefix=prefix) for text in _DOWN)
+    tables = _formatted(_DOWN, dialect_name, prefix)
+    if dialect_name == "postgresql":
+        return (*tables, f"DROP TYPE {prefix}celery_lease_state")
+    return tables
+
+
+def _formatted(texts: tuple[str, ...], dialect_name: str, prefix: str) -> tuple[str, ...]:
+    types = {
+        name: text.format(prefix=prefix, states=_STATES)
+        for name, text in _TYPES[dialect_name].items()
+    }
+    return tuple(text.format(prefix=prefix, **types) for text in texts)

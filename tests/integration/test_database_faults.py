@@ -29,6 +29,7 @@ from celery_lease.database import Database
 from celery_lease.exceptions import DatabaseUnavailable
 from celery_lease.lease import LeaseRef, Renewal, Verdict
 from celery_lease.store import LeaseStore
+from celery_lease.wire import Wire
 
 #: Two polls of the thread that watches the calls.
 _SLACK = 2.0
@@ -214,9 +215,9 @@ def test_a_black_hole_behind_the_door_is_left_in_time(
     store, proxy = far
     ask = connections._is_straight
 
-    def ask_nobody(connection: object) -> bool:
+    def ask_nobody(wire: Wire, deadline: float) -> bool:
         proxy.cut()
-        return ask(connection)
+        return ask(wire, deadline)
 
     monkeypatch.setattr(connections, "_is_straight", ask_nobody)
     began = time.monotonic()
@@ -419,16 +420,22 @@ def test_held_connections_leave_the_engine_to_others(postgresql_database: str) -
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, 5), ({"prepare_threshold": None}, None)], ids=["ours", "given"]
+    ("given", "expected"),
+    [({}, True), ({"prepare_threshold": None}, False), ({"prepare_threshold": 0}, True)],
+    ids=["ours", "given: never", "given: at once"],
 )
 def test_statements_are_prepared_on_a_straight_connection(
-    postgresql_database: str, given: dict[str, object], expected: int | None
+    postgresql_database: str, given: dict[str, object], *, expected: bool
 ) -> None:
     """Unless the user decides otherwise, in the options or in the URL."""
     database = Database(postgresql_database, {"connect_args": given})
-    held(LeaseStore(database, NAMESPACE))
+    store = LeaseStore(database, NAMESPACE)
+    for number in range(10):
+        held(store, f"task-{number}")
     (connection,) = database.connections
-    assert expected == connection.prepare_threshold
+    connection.pgconn.nonblocking = 0
+    found = connection.execute("SELECT count(*) FROM pg_prepared_statements").fetchone()
+    assert expected == (found[0] > 0)
     database.dispose()
 
 
