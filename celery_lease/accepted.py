@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from celery import states
-from celery.backends.base import KeyValueStoreBackend
+from celery.backends.base import BaseKeyValueStoreBackend
 
 __all__ = ("ask_as_usual", "store_unasked")
 
@@ -44,11 +44,11 @@ def store_unasked(backend: Any, task_id: str) -> None:
         backend: The one that Celery is about to store in.
         task_id: A task whose outcome the row has accepted.
     """
-    if isinstance(backend, KeyValueStoreBackend) and hasattr(backend, _QUESTION):
+    if isinstance(backend, BaseKeyValueStoreBackend) and hasattr(backend, _QUESTION):
         backend.__dict__[_QUESTION] = _Unasked(backend, task_id)
 
 
 def ask_as_usual(backend: Any) -> None:
     """Take that back, if the backend has not stored yet."""
-    if isinstance(backend, KeyValueStoreBackend):
+    if isinstance(backend, BaseKeyValueStoreBackend):
         backend.__dict__.pop(_QUESTION, None)
