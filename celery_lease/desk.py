@@ -25,6 +25,7 @@ from celery import platforms
 from celery.worker import state as worker_state
 from kombu.asynchronous import set_event_loop
 
+from celery_lease.acknowledge import Acknowledgements
 from celery_lease.clerk import Clerk
 from celery_lease.options import is_leased, settings_of
 
@@ -61,6 +62,8 @@ class Desk:
         self.app = app
         #: The worker's consumer, while there is one.
         self.consumer: Any = None
+        self._forks = False
+        self._acknowledgements = Acknowledgements()
         self._unanswered_from = self._unanswered_at = -_FORGOTTEN
         self._settings: dict[str, Settings | None] = {}
         self._numbers = itertools.count()
@@ -73,6 +76,24 @@ class Desk:
         self._read = b""
         #: What a thread reads, where there is no event loop.
         self._reader: socket.socket | None = None
+
+    def acknowledge(self, message: Any) -> bool:
+        """Acknowledge a message together with others; False: acknowledge it yourself.
+
+        Only where the event loop is never busy with a task: it may be a while
+        until it comes round again.
+        """
+        hub = getattr(self.consumer, "hub", None)
+        state: Any = worker_state
+        stopping = (state.should_stop, state.should_terminate) != (None, None)
+        if hub is None or not self._forks or stopping:
+            return False
+        return self._acknowledgements.add(message, hub)
+
+    def leave(self) -> None:
+        """The consumer's connection is going: its acknowledgements wait no longer."""
+        self.consumer = None
+        self._acknowledgements.flush()
 
     def without_answer(self) -> float:
         """Note that a claim got no answer, and return for how long that has been so, in seconds."""
@@ -104,7 +125,7 @@ class Desk:
             hostname: The worker's node name.
             forks: Whether this process forks its pool.
         """
-        self._hostname = hostname
+        self._hostname, self._forks = hostname, forks
         if forks:
             self._fork()
         else:

@@ -38,7 +38,7 @@ from celery_lease.exceptions import (
     LeaseNotGranted,
     TaskCancelled,
 )
-from celery_lease.lease import Claim, Encoded, LeaseRef, Message, Verdict
+from celery_lease.lease import Claim, Encoded, LeaseRef, Verdict
 from celery_lease.running import RunningLease, running
 from celery_lease.runtime import TaskHold, is_pool_child
 
@@ -180,7 +180,7 @@ class Execution:
             # The body raised it by itself: it is an Ignore, as Celery knows it.
             self._finish(hold, "succeeded", None, announced=True)
             return
-        raise self._lost(hold) from exc
+        raise self.lost_error(hold) from exc
 
     def _finish(
         self,
@@ -203,7 +203,7 @@ class Execution:
             raise self._rejected(hold, value)
         follows = self._follows(state)
         announced = announced or not (follows or self._stores())
-        accepted = self._until_answered(
+        accepted = self.until_answered(
             hold, lambda timeout: self._write(hold.ref, state, value, announced, timeout)
         )
         if not accepted:
@@ -234,7 +234,7 @@ class Execution:
             ref, encoded, announced=announced, announce_in=announce_in, timeout=timeout
         )
 
-    def _until_answered(self, hold: TaskHold, write: Callable[[float], Any]) -> Any:
+    def until_answered(self, hold: TaskHold, write: Callable[[float], Any]) -> Any:
         """Repeat a write while the lease may still be ours; repeating is safe by its condition."""
         pause = 0.1
         while True:
@@ -244,7 +244,7 @@ class Execution:
                 left = hold.remaining
                 if left <= 0:
                     hold.lose("deadline")
-                    raise self._lost(hold) from exc
+                    raise self.lost_error(hold) from exc
                 time.sleep(min(left, pause * random.uniform(0.5, 1.5)))  # noqa: S311
                 pause = min(pause * 2, 2.0)
             except SoftTimeLimitExceeded:
@@ -264,7 +264,7 @@ class Execution:
 
     def _release(self, hold: TaskHold, *, cause: str) -> None:
         self.runtime.heartbeat.discard(hold)
-        released = self._until_answered(
+        released = self.until_answered(
             hold,
             lambda timeout: self.runtime.store.release(
                 hold.ref,
@@ -277,7 +277,7 @@ class Execution:
         )
         if released is None:
             hold.lose("zero_rows")
-            raise self._lost(hold)
+            raise self.lost_error(hold)
         report.released(self.task, hold.ref, cause)
 
     def _rejected(self, hold: TaskHold, value: Encoded | str | None) -> LeaseLost:
@@ -295,9 +295,10 @@ class Execution:
             report.line(
                 logging.WARNING, "rejection_not_noted", job=hold.ref.task_id, error=str(exc)
             )
-        return self._lost(hold)
+        return self.lost_error(hold)
 
-    def _lost(self, hold: TaskHold) -> LeaseLost:
+    def lost_error(self, hold: TaskHold) -> LeaseLost:
+        """Report that the lease is somebody else's, and make the exception."""
         if hold.sends_events:
             reason = hold.lost_reason or "deadline"
             lost = LeaseLost(hold.ref.task_id, hold.ref.fencing_token, reason)
@@ -309,52 +310,3 @@ class Execution:
                 exception=repr(lost),
             )
         return LeaseLost(hold.ref.task_id, hold.ref.fencing_token, hold.lost_reason or "deadline")
-
-    # -- retry ---------------------------------------------------------------
-
-    def hand_on(self, *, retries: int, due_in: float, message: Message | None) -> int:
-        """Give the lease to the next message of this task, before that is published.
-
-        Args:
-            retries: The next message's number of retries.
-            due_in: Seconds until it is due.
-            message: The next message, for the reaper.
-
-        Returns:
-            The dispatch number the next message has to carry.
-
-        Raises:
-            LeaseLost: Only the owner may publish, and that is somebody else now.
-        """
-        hold = self.hold
-        assert hold is not None  # noqa: S101 - only a running body retries
-        self.runtime.heartbeat.discard(hold)
-        number = self._until_answered(
-            hold,
-            lambda timeout: self.runtime.store.release(
-                hold.ref,
-                cause="retry",
-                charge=False,
-                dispatch=True,
-                due_in=due_in,
-                message=message,
-                retries=retries,
-                details=hold.details,
-                timeout=timeout,
-            ),
-        )
-        if number is None:
-            hold.lose("zero_rows")
-            raise self._lost(hold)
-        self.handed_on = True
-        report.released(self.task, hold.ref, "retry")
-        return int(number)
-
-    def sent_on(self, number: int, due_in: float) -> None:
-        """The next message is with the broker: a reaper need not send it."""
-        resend = due_in + max(self.settings.duration, 30.0)
-        try:
-            self.runtime.store.dispatched([(self.request.id, number, resend)], timeout=self.timeout)
-        except DatabaseUnavailable as exc:
-            # A reaper sends a second copy, which the claim turns away.
-            report.line(logging.WARNING, "dispatch_not_noted", job=self.request.id, error=str(exc))

@@ -48,6 +48,8 @@ _Request: Any = Request
 class LeasedRequest(_Request):  # type: ignore[misc]
     """A request for a leased task."""
 
+    acknowledged: bool
+
     def __init__(self, message: Any, headers: Any = None, **options: Any) -> None:
         super().__init__(message, headers=headers, **options)
         self._lease_settings: Settings | None = self._desk.settings_for(self._task)
@@ -127,6 +129,14 @@ class LeasedRequest(_Request):  # type: ignore[misc]
         chosen = getattr(self._task, "acks_on_timeout", None)  # new in Celery 5.7
         return bool(self._task.acks_on_failure_or_timeout if chosen is None else chosen)
 
+    def acknowledge(self) -> None:
+        """Acknowledge the message, on a way that it may share with others."""
+        leased = self._lease_settings is not None and not self.acknowledged
+        if leased and self._desk.acknowledge(self._message):
+            self.acknowledged = True
+        else:
+            super().acknowledge()
+
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: FBT001, FBT002
         """The connection was lost and Celery kills the child: hand its lease back."""
         super().cancel(pool, signal, emit_retry)
@@ -149,7 +159,7 @@ class LeasedRequest(_Request):  # type: ignore[misc]
         if self.acknowledged:
             return
         if forget(self._message):
-            self.acknowledged: bool = True
+            self.acknowledged = True
         else:
             # This transport has one entry per copy; the row carries the task on.
             self.acknowledge()
@@ -204,8 +214,12 @@ class LeasedRequest(_Request):  # type: ignore[misc]
         self._settle("child_lost", then=self._settled)
 
     def _settled(self, found: str | None) -> None:
-        ends = {"unclaimed": partial(self.reject, requeue=True), "settled": self.acknowledge}
-        ends.get(found or "", self._forget)()
+        if found == "unclaimed":
+            self.reject(requeue=True)
+        elif found == "settled":
+            self.acknowledge()
+        else:
+            self._forget()
 
     def _fenced(self, exc: TimeLimitExceeded, then: Callable[[], Any]) -> None:
         """Do what Celery does at a hard time limit, once the row has accepted the failure."""

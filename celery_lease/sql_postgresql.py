@@ -34,6 +34,14 @@ def _of(name: str, index: int, kind: str) -> str:
     return f"(:{name}::jsonb -> lease.task_id ->> {index})::{kind}"
 
 
+def _among(table: str, found: str) -> str:
+    """Return whether a row is one of those that an earlier part of the statement has found.
+
+    As an array, for the same reason as in a batch: a join may be planned the wrong way round.
+    """
+    return f"{table}.task_id = ANY(ARRAY(SELECT {found}.task_id FROM {found}))"
+
+
 def _announce(phrases: Phrases) -> str:
     return (
         f"UPDATE {phrases.names.lease} AS lease SET {phrases.announced}"
@@ -126,7 +134,8 @@ def _release(phrases: Phrases, condition: str) -> str:
         f" FROM {lease} AS lease WHERE {condition} FOR UPDATE),"
         f" story AS ({phrases.story(changes.released_story('prior', 'prior.outcome'))} FROM prior)"
         f" UPDATE {lease} AS lease {changes.release_update('prior.outcome')} FROM prior"
-        " WHERE lease.task_id = prior.task_id RETURNING lease.dispatch"
+        " WHERE lease.task_id = :task_id AND lease.task_id = prior.task_id"
+        " RETURNING lease.dispatch"
     )
 
 
@@ -146,7 +155,8 @@ def _keeper(phrases: Phrases) -> dict[str, str]:
             f" WHERE lease.task_id = :task_id AND {spent} FOR UPDATE),"
             f" story AS ({phrases.story(changes.reclaimed_story('prior', 'prior.charge'))}"
             " FROM prior)"
-            f" UPDATE {lease} AS lease {failed} FROM prior WHERE lease.task_id = prior.task_id"
+            f" UPDATE {lease} AS lease {failed} FROM prior"
+            " WHERE lease.task_id = :task_id AND lease.task_id = prior.task_id"
             " RETURNING lease.task_id"
         ),
         "cancel": (
@@ -155,7 +165,8 @@ def _keeper(phrases: Phrases) -> dict[str, str]:
             f" story AS ({phrases.story(changes.cancel_story('prior'))} FROM prior"
             " WHERE prior.state IN ('queued', 'running') AND prior.cancel_requested_at IS NULL),"
             f" changed AS (UPDATE {lease} AS lease {changes.cancel_update()} FROM prior"
-            " WHERE lease.task_id = prior.task_id AND prior.state IN ('queued', 'running')"
+            " WHERE lease.task_id = :task_id AND lease.task_id = prior.task_id"
+            " AND prior.state IN ('queued', 'running')"
             " RETURNING lease.state)"
             " SELECT COALESCE((SELECT changed.state FROM changed), prior.state) FROM prior"
         ),
@@ -170,8 +181,8 @@ def _reaper(phrases: Phrases) -> dict[str, str]:
         "take_due": (
             f"WITH due AS (SELECT task_id FROM {lease} WHERE {changes.due(_SCAN_NOW)}"
             " ORDER BY dispatch_at LIMIT :limit FOR UPDATE SKIP LOCKED)"
-            f" UPDATE {lease} AS lease {changes.take_update()} FROM due"
-            f" WHERE lease.task_id = due.task_id RETURNING {columns}, {phrases.now}"
+            f" UPDATE {lease} AS lease {changes.take_update()}"
+            f" WHERE {_among('lease', 'due')} RETURNING {columns}, {phrases.now}"
         ),
         "take_one": (
             f"UPDATE {lease} AS lease {changes.take_update()} WHERE task_id = :task_id"
@@ -189,10 +200,10 @@ def _reaper(phrases: Phrases) -> dict[str, str]:
             f" AND state IN {TERMINAL} AND announced_at IS NOT NULL"
             f" AND finished_at <= {_SCAN_NOW} - make_interval(secs => :older_than)"
             " ORDER BY finished_at LIMIT :limit FOR UPDATE SKIP LOCKED),"
-            f" gone AS (DELETE FROM {lease} AS lease USING old WHERE lease.task_id = old.task_id"
+            f" gone AS (DELETE FROM {lease} AS lease WHERE {_among('lease', 'old')}"
             " RETURNING lease.task_id),"
-            f" told AS (DELETE FROM {phrases.names.history} AS history USING old"
-            " WHERE history.task_id = old.task_id)"
+            f" told AS (DELETE FROM {phrases.names.history} AS history"
+            f" WHERE {_among('history', 'old')})"
             " SELECT task_id FROM gone"
         ),
         "reaper_turn": _reaper_turn(phrases),
@@ -213,7 +224,8 @@ def _reclaim(phrases: Phrases) -> str:
         # State, token and expiry once more: whoever changes the lines above cannot
         # make this one touch a row that has been finished or claimed since.
         f" reclaimed AS (UPDATE {lease} AS lease {update} FROM due"
-        f" WHERE lease.task_id = due.task_id AND {phrases.running('lease.state')}"
+        f" WHERE {_among('lease', 'due')} AND lease.task_id = due.task_id"
+        f" AND {phrases.running('lease.state')}"
         " AND lease.fencing_token = due.fencing_token"
         f" AND lease.lease_until <= {_SCAN_NOW}"
         " RETURNING lease.task_id, lease.task_name, lease.state, due.owner_id,"

@@ -22,6 +22,7 @@ from celery_lease.accepted import ask_as_usual
 from celery_lease.admission import Admission
 from celery_lease.exceptions import LeaseLost
 from celery_lease.execution import Execution
+from celery_lease.handover import hand_on, sent_on
 from celery_lease.message import DISPATCH_HEADER
 from celery_lease.options import is_housekeeping, settings_of
 from celery_lease.running import RunningLease, StandInLease
@@ -184,14 +185,15 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         if execution is None or not execution.retrying or options.get("task_id") != self.request.id:
             return super().apply_async(args, kwargs, *rest, **options)
         due_in = _seconds_until(options)
-        number = execution.hand_on(
+        number = hand_on(
+            execution,
             retries=options.get("retries") or 0,
             due_in=due_in,
             message=execution.admission.next_message(args, kwargs, options, due_in),
         )
         options["headers"] = {**(options.get("headers") or {}), DISPATCH_HEADER: number}
         sent = super().apply_async(args, kwargs, *rest, **options)
-        execution.sent_on(number, due_in)
+        sent_on(execution, number, due_in)
         return sent
 
 

@@ -162,10 +162,16 @@ class Wire:
             pgconn.consume_input()
         result = None
         while True:
-            while pgconn.is_busy():
-                self._wait(deadline)
-                pgconn.consume_input()
-            found = pgconn.get_result()
+            try:
+                while pgconn.is_busy():
+                    self._wait(deadline)
+                    pgconn.consume_input()
+                found = pgconn.get_result()
+            except self._errors.Error:
+                if result is None:
+                    raise
+                # Said why before it closed the connection.
+                return result
             if found is None:
                 if result is None:
                     raise self._errors.OperationalError("the connection was lost")

@@ -139,7 +139,7 @@ class LeaseConsumer(bootsteps.StartStopStep):
 
     def stop(self, consumer: Any) -> None:
         """The connection is going."""
-        Desk.of(consumer.app).consumer = None
+        Desk.of(consumer.app).leave()
         look, self._look = self._look, None
         if look is not None:
             look.cancel()

@@ -11,6 +11,7 @@ may fail without costing a task. Three questions are asked of a transport:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.broker.plain import PlainBroker
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from celery_lease.broker.plain import Broker
 
-__all__ = ("broker_of", "forget")
+__all__ = ("acknowledge_all", "broker_of", "forget")
 
 _REDIS = frozenset({"redis", "rediss", "sentinel", "valkey", "valkeys"})
 
@@ -34,6 +35,11 @@ def broker_of(app: Celery) -> Broker:
     if name in _REDIS or getattr(connection.transport, "driver_type", "") == "redis":
         return RedisBroker(app)
     return PlainBroker(app)
+
+
+def acknowledge_all(channel: Any, tags: Sequence[str]) -> None:
+    """Acknowledge copies that were given up by :func:`forget`, which returned True for them."""
+    RedisBroker.acknowledge_all(channel, tags)
 
 
 def forget(message: Any) -> bool:

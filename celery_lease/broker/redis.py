@@ -55,12 +55,8 @@ class RedisBroker:
 
     def discard(self, tag: str) -> None:
         """Remove hash entry and index entry of one tag."""
-        channel = self._channel()
         try:
-            with channel.conn_or_acquire() as client, client.pipeline() as pipe:
-                pipe.zrem(channel.unacked_index_key, tag)
-                pipe.hdel(channel.unacked_key, tag)
-                pipe.execute()
+            self.acknowledge_all(self._channel(), [tag])
         except BaseException:
             self.close()
             raise
@@ -75,6 +71,14 @@ class RedisBroker:
         if self._connection is None:
             self._connection = self.app.connection_for_write()
         return self._connection.default_channel
+
+    @staticmethod
+    def acknowledge_all(channel: Any, tags: Sequence[str]) -> None:
+        """Remove hash entries and index entries, in one round trip."""
+        with channel.conn_or_acquire() as client, client.pipeline() as pipe:
+            pipe.zrem(channel.unacked_index_key, *tags)
+            pipe.hdel(channel.unacked_key, *tags)
+            pipe.execute()
 
     @staticmethod
     def forget(message: Any) -> bool:
