@@ -125,7 +125,15 @@ class RunningLease:
             hold.details = json.dumps(details)
         if hold.cancel_reason is not None:
             raise TaskCancelled(self.task_id, hold.cancel_reason)
-        if hold.status == "lost":
+        self.check_not_lost()
+
+    def check_not_lost(self) -> None:
+        """Raise if this execution no longer owns the task; report no progress.
+
+        Raises:
+            LeaseLost: It is so.
+        """
+        if self._hold.status == "lost":
             raise self._lost()
 
     def ensure(self, seconds: float = 0) -> None:

@@ -56,8 +56,10 @@ class Changes:
             " THEN excluded.retries ELSE lease.retries END,"
             " max_attempts = excluded.max_attempts, lease_duration = excluded.lease_duration,"
             " dispatch_at = NULL, dispatches = 0, announce_until = NULL,"
-            " payload = COALESCE(lease.payload, excluded.payload),"
-            " message = COALESCE(lease.message, excluded.message),"
+            # What runs is what would be sent again: a replacement brings its own message.
+            " task_name = excluded.task_name,"
+            " payload = COALESCE(excluded.payload, lease.payload),"
+            " message = COALESCE(excluded.message, lease.message),"
             " labels = COALESCE(lease.labels, excluded.labels),"
             " delivery_tag = excluded.delivery_tag, keep_payload = excluded.keep_payload"
         )

@@ -30,11 +30,24 @@ def _ends(phrases: Phrases) -> dict[str, Script]:
     )
     later = f"announce_until = {soon}, dispatch_at = {soon}"
     condition = f"WHERE {phrases.held} RETURNING fencing_token"
+    replaced = "task_id = :task_id AND dispatch = :dispatch AND state = 'queued'"
     return {
         "commit": Script((f"{success}, {later} {condition}",)),
         "commit_announced": Script((f"{success}, {phrases.announced} {condition}",)),
         "fail": Script((f"{failure}, {later} {condition}",)),
         "fail_announced": Script((f"{failure}, {phrases.announced} {condition}",)),
+        "replaced": Script(
+            (
+                f"UPDATE {lease} SET dispatch_at = NULL, payload = NULL, message = NULL"
+                f" WHERE {replaced}",
+            )
+        ),
+        "replaced_for_good": Script(
+            (
+                f"UPDATE {lease} SET state = 'succeeded', finished_at = {now},"
+                f" announced_at = {now}, dispatch_at = NULL, {phrases.erased} WHERE {replaced}",
+            )
+        ),
         # The token decides: only this very grant can have made the row what it is.
         "outcome_of": Script(
             (

@@ -250,6 +250,21 @@ class LeaseStore(ReaperStore):
         before = self.database.run("released_before", params, timeout=timeout)
         return int(json.loads(before[-1][0])["dispatch"]) if before else None
 
+    def replaced(
+        self, task_id: str, dispatch: int, *, ends: bool, timeout: float = _TIMEOUT
+    ) -> None:
+        """Report that another task was sent in place of one that was released for it.
+
+        Args:
+            task_id: The id that both have.
+            dispatch: What the release returned.
+            ends: The other has no lease, and so will not come here.
+            timeout: Seconds for the statement.
+        """
+        params = {"task_id": task_id, "dispatch": dispatch}
+        script = "replaced_for_good" if ends else "replaced"
+        self.database.run(script, params, timeout=timeout)
+
     def _end(self, script: str, params: dict[str, Any], end: State, timeout: float) -> bool:
         if self.database.run(script, params, timeout=timeout):
             return True

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery import signals as celery_signals
 from celery.app.task import Task
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject
 
 from celery_lease.accepted import ask_as_usual
 from celery_lease.admission import Admission
 from celery_lease.exceptions import LeaseLost
 from celery_lease.execution import Execution
-from celery_lease.handover import hand_on, sent_on
+from celery_lease.handover import hand_on, replaced_by, sent_on, stand_in
 from celery_lease.message import DISPATCH_HEADER
 from celery_lease.options import is_housekeeping, settings_of
 from celery_lease.running import RunningLease, StandInLease
@@ -179,6 +179,56 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         finally:
             execution.retrying = False
 
+    def on_replace(self, sig: Any) -> Any:
+        """Replace the task; the lease goes to its successor before that is published.
+
+        Raises:
+            LeaseLost: Only the owner may publish a replacement.
+        """
+        execution = _execution(self.request)
+        if execution is None or execution.lease is None:
+            return super().on_replace(sig)
+        heir = stand_in(execution, sig)
+        number = hand_on(execution, cause="replaced", due_in=execution.settings.duration)
+        if heir is not None:
+            headers: dict[str, Any] = {**(heir.options.get("headers") or {})}
+            heir.set(headers=headers | {DISPATCH_HEADER: number})
+        try:
+            return super().on_replace(sig)
+        except Ignore:
+            replaced_by(execution, number, heir)
+            raise
+        except Exception as exc:
+            # Not with the broker, so it is no failure of the task: a reaper sends it again.
+            raise Reject(exc, requeue=False) from exc
+
+    def add_to_chord(self, sig: Any, lazy: bool = False) -> Any:  # noqa: FBT001, FBT002 - celery's
+        """Extend the chord; only the owner may.
+
+        Raises:
+            LeaseLost: This execution no longer owns the task.
+        """
+        self._check_owner()
+        parent: Any = super()
+        return parent.add_to_chord(sig, lazy)
+
+    def update_state(
+        self, task_id: str | None = None, state: str | None = None, meta: Any = None, **kwargs: Any
+    ) -> None:
+        """Store a state of the body's own; only the owner may.
+
+        Raises:
+            LeaseLost: This execution no longer owns the task.
+        """
+        if task_id in (None, self.request.id):
+            self._check_owner()
+        super().update_state(task_id, state, meta, **kwargs)
+
+    def _check_owner(self) -> None:
+        execution = _execution(self.request)
+        if execution is not None and execution.lease is not None:
+            execution.lease.check_not_lost()
+
     def apply_async(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Send the task; a retry carries its dispatch number."""
         execution = _execution(self.request)
@@ -187,8 +237,9 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         due_in = _seconds_until(options)
         number = hand_on(
             execution,
-            retries=options.get("retries") or 0,
+            cause="retry",
             due_in=due_in,
+            retries=options.get("retries") or 0,
             message=execution.admission.next_message(args, kwargs, options, due_in),
         )
         options["headers"] = {**(options.get("headers") or {}), DISPATCH_HEADER: number}

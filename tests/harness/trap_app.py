@@ -5,12 +5,15 @@ Worker processes import it: `crew.start(app="harness.trap_app")`; the test sends
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from celery import Task
+from celery import Task, chord, group
+from celery.signals import before_task_publish
 
 from celery_lease import LeasedTask, current_lease
 from harness.apps import AppSettings, build
@@ -207,3 +210,41 @@ _REQUEST = (
     "replaced_task_nesting",
     "retries",
 )
+
+
+@app.task(base=LeasedTask, bind=True, name="replacer", lease_max_attempts=3)
+def replacer(self: Any, kind: str, gate: str = "") -> Any:
+    """Put another task, or a canvas, in place of this one; a gate holds it up before."""
+    journal.write("start", self.request.id, self.lease.fencing_token, kind=kind)
+    if gate:
+        wait_for_gate(gate)
+    leased, plain = app.tasks["sum_up"], app.tasks["sum_up_plainly"]
+    raise self.replace(
+        {
+            "leased": leased.s([1, 2]),
+            "plain": plain.s([1, 2]),
+            "chain": leased.s([1, 1]) | plain.s(0) | leased.s(1),
+            "plain chain": leased.s([1, 1]) | plain.s(1),
+            "group": group(leased.s([1, 2]), leased.s([3, 4])),
+            "chord": chord([leased.s([1]), leased.s([2])], leased.s()),
+            "itself": self.s("leased"),
+        }[kind]
+    )
+
+
+def _sum_up(self: Any, numbers: Any, more: int = 0) -> int:
+    journal.write("summed", self.request.id)
+    return (sum(numbers) if isinstance(numbers, list) else numbers) + more
+
+
+app.task(base=LeasedTask, bind=True, name="sum_up")(_sum_up)
+app.task(bind=True, name="sum_up_plainly")(_sum_up)
+
+
+@before_task_publish.connect
+def die_at_the_gate(**_: Any) -> None:
+    """Die, once, where the test says so: after the lease was released, before the message is sent."""
+    trap = Path(f"{app.conf.harness_journal}.die-before-publishing")
+    if trap.exists():
+        trap.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
