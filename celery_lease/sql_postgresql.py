@@ -224,8 +224,7 @@ def _reclaim(phrases: Phrases) -> str:
         # State, token and expiry once more: whoever changes the lines above cannot
         # make this one touch a row that has been finished or claimed since.
         f" reclaimed AS (UPDATE {lease} AS lease {update} FROM due"
-        f" WHERE {_among('lease', 'due')} AND lease.task_id = due.task_id"
-        f" AND {phrases.running('lease.state')}"
+        f" WHERE lease.task_id = due.task_id AND {phrases.running('lease.state')}"
         " AND lease.fencing_token = due.fencing_token"
         f" AND lease.lease_until <= {_SCAN_NOW}"
         " RETURNING lease.task_id, lease.task_name, lease.state, due.owner_id,"

@@ -200,10 +200,14 @@ def test_many_processes_share_one_sqlite_file(
 def test_trap_11_nothing_depends_on_a_database_session(
     crews: Callable[..., Crew], statement_counter: StatementCounter
 ) -> None:
-    """Behind PgBouncer in transaction mode: no SET, no LISTEN, no advisory lock, no temp table."""
+    """Behind PgBouncer in transaction mode: no LISTEN, no advisory lock, no temp table.
+
+    The one SET is for the planner, and for connections that are straight: see
+    `test_behind_a_pooler_nothing_is_left_in_its_connections`.
+    """
     crew = crews(statement_counter.url)
     crew.start()
     assert 1 == crew.task("sleeper").delay(1.0, 1).get(timeout=10)["value"]
     forbidden = ("SET ", "LISTEN", "pg_advisory", "TEMP", "PREPARE", "DISCARD", "RESET")
-    said = [query for query in statement_counter.calls() if query.startswith(forbidden)]
-    assert [] == said
+    said = {query for query in statement_counter.calls() if query.startswith(forbidden)}
+    assert said <= {"SET enable_seqscan = $1", "SET enable_seqscan = off"}

@@ -439,6 +439,22 @@ def test_statements_are_prepared_on_a_straight_connection(
     database.dispose()
 
 
+def test_behind_a_pooler_nothing_is_left_in_its_connections(
+    postgresql_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next client of the server's connection finds it as it would be without us."""
+    monkeypatch.setattr(connections, "_is_straight", lambda *_: False)
+    database = Database(postgresql_database)
+    store = LeaseStore(database, NAMESPACE)
+    for number in range(10):
+        held(store, f"task-{number}")
+    (connection,) = database.connections
+    connection.pgconn.nonblocking = 0
+    assert ("on",) == connection.execute("SHOW enable_seqscan").fetchone()
+    assert (0,) == connection.execute("SELECT count(*) FROM pg_prepared_statements").fetchone()
+    database.dispose()
+
+
 _FORKING = """
     import os, sys, threading
     from harness.leases import held, open_store

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness.leases import NAMESPACE, RESULT, held, open_store
+from harness.leases import RESULT, held, open_store
 from harness.rows import Rows
 from harness.waiting import until
 
@@ -111,16 +111,20 @@ def test_a_reaper_finds_what_is_due_by_an_index(postgresql_database: str) -> Non
     for number in range(_ROWS):
         ref = held(store, f"done-{number}")
         assert store.commit(ref, RESULT, announced=True, announce_in=30)
-    for _ in range(12):
-        assert [] == store.reclaim(limit=100)
-        assert [] == store.take_due(limit=100, retry_in=5)
+    # Index entries of rows that have ended meanwhile go when they are first met.
+    for _ in range(3):
+        _look(store)
+    store.database.dispose()
+    until(lambda: _read(rows) >= _ROWS, what="the server's count")
     before = _read(rows)
     for _ in range(10):
-        assert [] == store.reclaim(limit=100)
-        assert [] == store.take_due(limit=100, retry_in=5)
-        store.reaper_turn("reaper", interval=1, saw_outage=False)
+        _look(store)
     store.database.dispose()
-    # Index entries of rows that have ended meanwhile go when they are first met.
-    assert _read(rows) - before < 2 * _ROWS
-    assert NAMESPACE == rows.query("SELECT DISTINCT namespace FROM celery_lease")[0]["namespace"]
+    assert _read(rows) - before < _ROWS
     rows.close()
+
+
+def _look(store: LeaseStore) -> None:
+    assert [] == store.reclaim(limit=100)
+    assert [] == store.take_due(limit=100, retry_in=5)
+    store.reaper_turn("reaper", interval=1, saw_outage=False)
