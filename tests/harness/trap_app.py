@@ -38,7 +38,8 @@ def held_up(self: Any, gate: str, then: str = "return", value: Any = "stale") ->
     if then == "raise":
         raise ValueError(value)
     if then == "retry":
-        raise self.retry(countdown=0, kwargs={"gate": gate, "then": "return", "value": "retried"})
+        again = {"gate": gate, "then": "return", "value": "retried"}
+        raise self.retry(countdown=0, args=(), kwargs=again)
     return value
 
 
