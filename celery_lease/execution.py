@@ -158,7 +158,12 @@ class Execution:
     def _ended_by(self, hold: TaskHold, exc: Exception) -> None:
         """Settle the row after an exception; raises instead where the outcome is another."""
         if self.handed_on:
-            return
+            if isinstance(exc, (Retry, Ignore, Reject)):
+                return
+            # A soft time limit, or cleaning up that failed: the next message is on its way.
+            error = type(exc).__name__
+            report.line(logging.WARNING, "failed_too_late", job=hold.ref.task_id, error=error)
+            raise LeaseNotGranted(hold.ref.task_id, None, None, "superseded", True) from exc
         if isinstance(exc, LeaseLost) or (isinstance(exc, TaskCancelled) and hold.cancel_reason):
             self._broken_off(hold, exc)
         elif isinstance(exc, Retry):

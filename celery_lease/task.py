@@ -189,7 +189,8 @@ class LeasedTask(Task):  # type: ignore[type-arg]
         if execution is None or execution.lease is None:
             return super().on_replace(sig)
         heir = stand_in(execution, sig)
-        number = hand_on(execution, cause="replaced", due_in=execution.settings.duration)
+        # Celery counts the successor's retries from nought, however often this task was retried.
+        number = hand_on(execution, cause="replaced", due_in=execution.settings.duration, retries=0)
         if heir is not None:
             headers: dict[str, Any] = {**(heir.options.get("headers") or {})}
             heir.set(headers=headers | {DISPATCH_HEADER: number})

@@ -168,7 +168,8 @@ class Wire:
                     pgconn.consume_input()
                 found = pgconn.get_result()
             except self._errors.Error:
-                if result is None:
+                if result is None or int(result.status) in (_COMMAND_OK, _TUPLES_OK):
+                    # Done, but nobody has said that it is committed.
                     raise
                 # Said why before it closed the connection.
                 return result

@@ -95,3 +95,30 @@ def test_a_replacement_that_dies_is_sent_again_itself(
     assert 3 == sent.get(timeout=20)
     assert "sum_up" == rows.wait(sent.id)["task_name"]
     assert 1 == len(journal.entries("start", task_id=sent.id))
+
+
+@pytest.mark.parametrize("kind", _RESULTS)
+def test_a_task_that_was_retried_is_replaced(
+    kind: str, crew: Crew, rows: Rows, redis_queue: RedisQueue
+) -> None:
+    """The replacement is not taken for a copy from before the retries."""
+    crew.start(app="harness.trap_app", concurrency=2)
+    sent = _send(crew, kind, "", 2)
+    assert _RESULTS[kind] == sent.get(timeout=20)
+    rows.wait(sent.id, state="succeeded")
+    redis_queue.wait_empty()
+
+
+@pytest.mark.parametrize("how", ["retry", "replace"])
+def test_failing_after_the_lease_was_handed_on_is_no_failure(
+    how: str, crew: Crew, journal: Journal, rows: Rows, redis_queue: RedisQueue
+) -> None:
+    """The next message decides alone: no FAILURE is stored, and no errback called."""
+    worker = crew.start(app="harness.trap_app")
+    sig = crew.app.signature("spoiled", (how,)).on_error(crew.task("errback").s())
+    sent = sig.set(queue=crew.settings.queue).apply_async()
+    assert 1 == sent.get(timeout=20)
+    rows.wait(sent.id, state="succeeded")
+    redis_queue.wait_empty()
+    worker.wait_for_log("failed_too_late")
+    assert not journal.entries("errback")

@@ -58,6 +58,19 @@ def retrier(self: Any, times: int) -> int:
     return int(self.request.retries)
 
 
+@app.task(base=LeasedTask, bind=True, name="spoiled", max_retries=None)
+def spoiled(self: Any, how: str) -> int:
+    """Hand the lease on, then fail: what a context manager does that fails on the way out."""
+    if self.request.retries:
+        return int(self.request.retries)
+    try:
+        if how == "replace":
+            self.replace(app.tasks["sum_up_plainly"].s([1]))
+        self.retry(countdown=0.5)
+    finally:
+        raise ValueError("too late")
+
+
 @app.task(name="threads_here")
 def threads_here() -> list[str]:
     """Return the names of this process's threads: an ordinary task."""
@@ -214,9 +227,11 @@ _REQUEST = (
 
 
 @app.task(base=LeasedTask, bind=True, name="replacer", lease_max_attempts=3)
-def replacer(self: Any, kind: str, gate: str = "") -> Any:
-    """Put another task, or a canvas, in place of this one; a gate holds it up before."""
+def replacer(self: Any, kind: str, gate: str = "", retries: int = 0) -> Any:
+    """Put another task, or a canvas, in place of this one; a gate or retries come before."""
     journal.write("start", self.request.id, self.lease.fencing_token, kind=kind)
+    if self.request.retries < retries:
+        raise self.retry(countdown=0)
     if gate:
         wait_for_gate(gate)
     leased, plain = app.tasks["sum_up"], app.tasks["sum_up_plainly"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import select
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-from harness.proxy import Proxy
+from harness.proxy import READY_FOR_QUERY, Proxy
 
 from celery_lease import wire as wires
 from celery_lease.dialects import POSTGRESQL, Script
@@ -181,3 +184,46 @@ def test_the_connections_encoding_is_kept_to(postgresql_database: str, encoding:
     wire = Wire(connection)
     assert [(4,)] == _run(wire, "SELECT length(:value::text)", value="käse")
     wire.close()
+
+
+def _relay_all_but_ready(listener: socket.socket, server: socket.socket, marker: bytes) -> None:
+    """Forward a connection, and close it before the end of the answer that holds the marker."""
+    client, _ = listener.accept()
+    with client, server:
+        answer = b""
+        while True:
+            ready, _, _ = select.select([client, server], [], [])
+            if client in ready:
+                server.sendall(client.recv(65536))
+            if server in ready:
+                answer += server.recv(65536)
+                if not answer.endswith(READY_FOR_QUERY):
+                    continue
+                if marker in answer:
+                    client.sendall(answer.removesuffix(READY_FOR_QUERY))
+                    return
+                client.sendall(answer)
+                answer = b""
+
+
+def test_rows_without_the_word_that_they_are_committed_are_none(postgresql_database: str) -> None:
+    """The server sends them before it commits; a connection that ends in between has no answer."""
+    parts = urlsplit(postgresql_database)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = socket.create_connection((parts.hostname or "", parts.port or 5432))
+        relay = threading.Thread(
+            target=_relay_all_but_ready, args=(listener, server, b"half-done"), daemon=True
+        )
+        relay.start()
+        conninfo = psycopg.conninfo.make_conninfo(
+            _address(postgresql_database),
+            host="127.0.0.1",
+            port=listener.getsockname()[1],
+            sslmode="disable",
+            gssencmode="disable",
+        )
+        wire = Wire(psycopg.connect(conninfo, autocommit=True))
+        with pytest.raises(psycopg.OperationalError):
+            _run(wire, "SELECT 'half-' || 'done'")
+        relay.join(5)
+        wire.close()
