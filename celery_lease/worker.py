@@ -16,6 +16,7 @@ from celery import bootsteps
 from celery.exceptions import ImproperlyConfigured
 from kombu.utils.imports import symbol_by_name
 
+from celery_lease.broker import broker_of
 from celery_lease.database import Database
 from celery_lease.desk import Desk
 from celery_lease.exceptions import DatabaseUnavailable
@@ -24,6 +25,8 @@ from celery_lease.store import check_schema
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from celery_lease.config import Settings
 
 __all__ = ("LeaseConsumer", "LeaseWorker", "install")
 
@@ -76,6 +79,7 @@ class LeaseWorker(bootsteps.StartStopStep):
             log.warning("lease_database_unavailable_at_start detail=%s", exc.detail)
         finally:
             database.dispose()
+        _warn_of_hoarding(worker, settings)
         self._desk = Desk.of(worker.app)
         self._desk.open(worker.hostname, forks=_forks(worker.pool))
 
@@ -89,6 +93,23 @@ class LeaseWorker(bootsteps.StartStopStep):
 
     def terminate(self, worker: Any) -> None:
         """As :meth:`stop`."""
+
+
+def _warn_of_hoarding(worker: Any, settings: Settings) -> None:
+    """Say it if messages that a worker has not begun would outlast its death by long.
+
+    Such a message has no row yet, so that only the broker can bring it back.
+    """
+    seconds = broker_of(worker.app).returns_after()
+    if seconds is None or worker.prefetch_multiplier == 1:
+        return
+    if seconds > settings.duration + settings.reaper_interval:
+        log.warning(
+            "prefetched_messages_wait_for_broker worker_prefetch_multiplier=%s"
+            " visibility_timeout=%g expected=worker_prefetch_multiplier=1",
+            worker.prefetch_multiplier,
+            seconds,
+        )
 
 
 def _check_request(task: Any) -> None:

@@ -17,6 +17,12 @@ class Broker(Protocol):
     def period(self, longest: float) -> float | None:
         """Seconds between two extensions, at most ``longest``; None: no extension exists."""
 
+    def returns_after(self) -> float | None:
+        """Seconds until the broker brings a dead worker's messages back; None: it does at once.
+
+        Or never, where nothing is known of the transport.
+        """
+
     def extend(self, tags: Sequence[str]) -> None:
         """Keep these delivered messages invisible for one more visibility timeout."""
 
@@ -35,6 +41,10 @@ class PlainBroker:
 
     def period(self, longest: float) -> float | None:  # noqa: ARG002 - see Broker
         """No extension exists."""
+        return None
+
+    def returns_after(self) -> float | None:
+        """Nothing is known of it."""
         return None
 
     def extend(self, tags: Sequence[str]) -> None:

@@ -38,9 +38,12 @@ class RedisBroker:
 
     def period(self, longest: float) -> float | None:
         """A third of the visibility timeout, so that one extension may fail."""
+        return max(min(longest, self.returns_after() / 3), _SHORTEST)
+
+    def returns_after(self) -> float:
+        """The visibility timeout, in seconds."""
         options = self.app.conf.broker_transport_options or {}
-        timeout = float(options.get("visibility_timeout", _DEFAULT_TIMEOUT))
-        return max(min(longest, timeout / 3), _SHORTEST)
+        return float(options.get("visibility_timeout", _DEFAULT_TIMEOUT))
 
     def extend(self, tags: Sequence[str]) -> None:
         """Score the tags anew, in one round trip, where they are still present."""
