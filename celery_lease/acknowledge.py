@@ -16,10 +16,10 @@ import logging
 from typing import Any
 
 from celery_lease.broker import acknowledge_all, forget
+from celery_lease.logbook import line
 
 __all__ = ("Acknowledgements",)
 
-log = logging.getLogger("celery_lease")
 
 #: Seconds that an acknowledgement waits for others.
 _WINDOW = 0.01
@@ -65,4 +65,5 @@ class Acknowledgements:
         try:
             acknowledge_all(self._channel, tags)
         except Exception as exc:  # noqa: BLE001 - the loop finds out by itself that the broker is gone
-            log.warning("not_acknowledged messages=%s error=%s", len(tags), type(exc).__name__)
+            error = type(exc).__name__
+            line(logging.WARNING, "not_acknowledged", messages=len(tags), error=error)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from celery_lease import report, signals
 from celery_lease.exceptions import DatabaseUnavailable
 from celery_lease.lease import LeaseRef, State
+from celery_lease.logbook import line
 from celery_lease.publisher import Publisher
 from celery_lease.reaper import Reaper
 from celery_lease.runtime import Runtime, new_owner
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ("Clerk", "make_reaper")
 
-log = logging.getLogger("celery_lease")
 
 _TIMEOUT = 5.0
 _PAUSE = 1.0
@@ -226,8 +226,8 @@ class Clerk:
             job = self._next()
             try:
                 self._do(job)
-            except Exception:
-                log.exception("clerk_job_failed work=%s", job.job.get("work"))
+            except Exception:  # noqa: BLE001 - told, and the next job is done
+                line(logging.ERROR, "clerk_job_failed", exc_info=True, work=job.job.get("work"))
             finally:
                 self._working = False
 
@@ -241,7 +241,7 @@ class Clerk:
             if time.monotonic() < job.until:
                 self._again(job)
                 return
-            log.warning("clerk_gave_up work=%s detail=%s", work, exc.detail)
+            line(logging.WARNING, "clerk_gave_up", work=work, detail=exc.detail)
             answer = None
         job.reply(answer)
 

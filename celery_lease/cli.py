@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ("lease", "main")
 
 
-@click.group(help="Leases of tasks: tables, reaper, and what became of a task.")
+@click.group(help="Leases of tasks: their tables, and a reaper.")
 @click.pass_context
 def lease(context: click.Context) -> None:
     """Group of all commands that need an app."""

@@ -149,7 +149,7 @@ class Settings:
                 f"task {task_name}: lease_{key} belongs to the whole app, set it in app.conf"
             )
         name = task_values.get("policy", app_values.get("policy"))
-        policy = _policy(name, policies)
+        policy = _policy(name, policies, task_name)
         merged = {**app_values, **policy, **task_values}
         check_names(merged)
         settings = cls(**{key: value for key, value in merged.items() if value is not None})
@@ -178,7 +178,9 @@ def _all_names() -> str:
     return ", ".join(f"lease_{name}" for name in sorted(NAMES))
 
 
-def _policy(name: object, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _policy(
+    name: object, policies: Mapping[str, Mapping[str, Any]], task_name: str
+) -> dict[str, Any]:
     for known, values in policies.items():
         _check_mapping(f"policies[{known!r}]", values)
         bare = {str(key).removeprefix("lease_") for key in values}
@@ -190,8 +192,10 @@ def _policy(name: object, policies: Mapping[str, Mapping[str, Any]]) -> dict[str
     if name is None:
         return {}
     if name not in policies:
-        legal = ", ".join(repr(key) for key in policies) or "none is defined in lease_policies"
-        raise _illegal("policy", name, f"one of: {legal}")
+        legal = ", ".join(repr(key) for key in policies) or "none, for lease_policies is empty"
+        raise ImproperlyConfigured(
+            f"task {task_name}: lease_policy={name!r} is not legal: expected one of: {legal}"
+        )
     return {str(key).removeprefix("lease_"): value for key, value in policies[str(name)].items()}
 
 

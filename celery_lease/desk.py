@@ -27,6 +27,7 @@ from kombu.asynchronous import set_event_loop
 
 from celery_lease.acknowledge import Acknowledgements
 from celery_lease.clerk import Clerk
+from celery_lease.logbook import line
 from celery_lease.options import is_leased, settings_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ("Desk",)
 
-log = logging.getLogger("celery_lease")
 
 Then = Callable[[Any], None]
 
@@ -156,7 +156,7 @@ class Desk:
         if self._socket is None or time.monotonic() < self._engaged_at + _PAUSE:
             return
         if _has_ended(self._pid):
-            log.warning("clerk_ended pid=%s", self._pid)
+            line(logging.WARNING, "clerk_ended", pid=self._pid)
             self._then.clear()
             self._fork()
             self.attach(getattr(self.consumer, "hub", None))
@@ -179,7 +179,8 @@ class Desk:
             self._socket.send(json.dumps(job).encode() + b"\n")
         except OSError as exc:
             # The lease expires by itself, and a reaper finds it.
-            log.warning("clerk_not_reached work=%s error=%s", job["work"], type(exc).__name__)
+            error = type(exc).__name__
+            line(logging.WARNING, "clerk_not_reached", work=job["work"], error=error)
             self._then.pop(job["number"], None)
 
     def _on_readable(self, *_: Any) -> None:
@@ -194,9 +195,8 @@ class Desk:
             if hub is not None and self._socket is not None:
                 hub.remove(self._socket.fileno())
             return
-        *lines, self._read = (self._read + data).split(b"\n")
-        for line in lines:
-            answer = json.loads(line)
+        *answers, self._read = (self._read + data).split(b"\n")
+        for answer in map(json.loads, answers):
             self._answered(self._then.pop(answer["number"], None), answer["answer"])
 
     def _keep_reading(self) -> None:
@@ -231,7 +231,7 @@ class Desk:
         # Else a child that is forked later would keep the clerk from seeing the end of this process.
         os.register_at_fork(after_in_child=mine.close)
         self._engaged_at = time.monotonic()
-        log.info("clerk_engaged pid=%s", pid)
+        line(logging.INFO, "clerk_engaged", pid=pid)
 
 
 def _has_ended(pid: int) -> bool:

@@ -54,7 +54,9 @@ class LeaseLost(LeaseError, Ignore):
         task_id: Id of the task.
         fencing_token: The token this execution held; 0 if it is not known.
         reason: Why, as one word: ``zero_rows`` (the database said no),
-            ``deadline`` (no renewal was confirmed in time) or ``cancelled``.
+            ``deadline`` (no renewal was confirmed in time), ``executor_gone`` (the
+            thread that ran it has ended), ``parent_gone`` (its worker has) or
+            ``no_heartbeat`` (no thread for it could be started).
     """
 
     def __init__(self, task_id: str = "", fencing_token: int = 0, reason: str = "") -> None:

@@ -50,11 +50,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from celery_lease.hold import Clock, Hold, Status, now
 from celery_lease.lease import LeaseRef, Renewal, Renewed
+from celery_lease.logbook import line
 from celery_lease.loop import Loop
 
 __all__ = ("Heartbeat", "Hold", "Status", "now")
 
-_log = logging.getLogger("celery_lease")
 
 _TICK = 1.0
 _IDLE_TICK = 5.0
@@ -231,8 +231,9 @@ class Heartbeat:
         instant = self.clock()
         # The error's text may hold a statement's parameters.
         name = type(error).__name__
-        _log.warning("renewing %d leases failed (%d): %s", len(batch), self._failures, name)
-        _log.debug("renewal failed", exc_info=error)
+        facts = {"leases": len(batch), "failures": self._failures, "error": name}
+        line(logging.WARNING, "heartbeat_failed", **facts)
+        line(logging.DEBUG, "heartbeat_failed", exc_info=error, **facts)
         for hold in batch:
             hold.fail(instant)
             if not hold.released and not hold.is_lost and hold.is_news(instant):
@@ -279,7 +280,8 @@ class Heartbeat:
         try:
             callback(*args)
         except BaseException:  # noqa: BLE001 - whatever it was, beating goes on
-            _log.exception("lease heartbeat: error in %s", getattr(callback, "__name__", callback))
+            name = getattr(callback, "__name__", callback)
+            line(logging.ERROR, "heartbeat_callback_failed", exc_info=True, callback=name)
             return False
         return True
 
@@ -308,7 +310,7 @@ class Heartbeat:
                     if not loop.is_alive():
                         loop.start()
         except Exception:  # noqa: BLE001 - no thread, no memory, an interpreter that ends
-            _log.critical("the lease heartbeat cannot start its threads", exc_info=True)
+            line(logging.CRITICAL, "heartbeat_not_started", exc_info=True)
             self._lose([(hold, "no_heartbeat") for hold in self.holds()])
 
 

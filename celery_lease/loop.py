@@ -12,9 +12,10 @@ import math
 import threading
 from collections.abc import Callable
 
+from celery_lease.logbook import line
+
 __all__ = ("Loop",)
 
-_log = logging.getLogger("celery_lease")
 _AFTER_ERROR = 0.2
 
 
@@ -89,6 +90,6 @@ class Loop:
             try:
                 pause = self._step()
             except BaseException:  # noqa: BLE001 - the thread must live on
-                _log.exception("celery-lease-%s: unexpected error", self._name)
+                line(logging.ERROR, "lease_thread_failed", exc_info=True, loop=self._name)
                 pause = _AFTER_ERROR
             self._bell.wait(pause)

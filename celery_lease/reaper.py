@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from celery_lease.exceptions import DatabaseUnavailable
 from celery_lease.lease import LeaseRef
+from celery_lease.logbook import line
 
 if TYPE_CHECKING:
     from celery_lease.lease import LeaseRow, ReaperTurn, Reclaimed
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ("Pass", "Reaper", "resend_in")
 
-log = logging.getLogger("celery_lease")
 
 _BATCH = 100
 #: Rows to send are taken in smaller numbers: whoever takes them has to send them in time.
@@ -103,8 +103,8 @@ class Reaper:
         while not stop.is_set():
             try:
                 wait = self.pass_once().next_in
-            except Exception:
-                log.exception("reaper_pass_failed owner=%s", self.owner)
+            except Exception:  # noqa: BLE001 - told, and the next pass is made
+                line(logging.ERROR, "reaper_pass_failed", exc_info=True, owner=self.owner)
                 wait = self.interval
             stop.wait(wait * random.uniform(1.0, 1.1))  # noqa: S311 - spreads the fleet
 
@@ -126,7 +126,8 @@ class Reaper:
             return self._granted(turn, timeout)
         except DatabaseUnavailable as exc:
             self.saw_outage = True
-            log.warning("reaper_waits reason=database_unavailable detail=%s", exc.detail)
+            reason = "database_unavailable"
+            line(logging.WARNING, "reaper_waits", reason=reason, detail=exc.detail)
             return Pass(next_in=min(self.interval, 1.0))
 
     def _granted(self, turn: ReaperTurn, timeout: float) -> Pass:
@@ -151,8 +152,8 @@ class Reaper:
     def _tell(self, entry: Reclaimed) -> None:
         try:
             self.on_reclaimed(entry)
-        except Exception:
-            log.exception("reclaim_not_told job=%s", entry.task_id)
+        except Exception:  # noqa: BLE001 - told; the lease is taken back in any case
+            line(logging.ERROR, "reclaim_not_told", exc_info=True, job=entry.task_id)
 
     def _send_due(self, timeout: float) -> tuple[int, int, int]:
         sent = announced = failed = 0
@@ -179,13 +180,15 @@ class Reaper:
         """
         try:
             outcome = self.publish(row)
-        except Exception:
-            log.exception("dispatch_failed job=%s dispatch=%s", row.task_id, row.dispatch)
+        except Exception:  # noqa: BLE001 - told, and the row stays due
+            facts = {"job": row.task_id, "dispatch": row.dispatch}
+            line(logging.ERROR, "dispatch_failed", exc_info=True, **facts)
             return "failed"
         if outcome == "announced":
             ref = LeaseRef(row.task_id, row.owner_id or "", row.fencing_token)
             self.store.announce([ref], timeout=timeout)
         else:
             self.store.dispatched([(row.task_id, row.dispatch, resend_in(row))], timeout=timeout)
-        log.info("job_dispatched job=%s dispatch=%s outcome=%s", row.task_id, row.dispatch, outcome)
+        facts = {"job": row.task_id, "dispatch": row.dispatch, "outcome": outcome}
+        line(logging.INFO, "job_dispatched", **facts)
         return outcome

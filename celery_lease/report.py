@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery_lease import signals
+from celery_lease.logbook import line, log
 
 if TYPE_CHECKING:
     from celery.app.task import Task
@@ -21,17 +22,6 @@ if TYPE_CHECKING:
     from celery_lease.lease import LeaseRef
 
 __all__ = ("line", "log", "send_event", "tell")
-
-log = logging.getLogger("celery_lease")
-
-
-def line(level: int, event: str, **facts: Any) -> None:
-    """Write ``event key=value …``; facts that are None are left out."""
-    if not log.isEnabledFor(level):
-        return
-    known = {key: _plain(value) for key, value in facts.items() if value is not None}
-    text = " ".join([event, *(f"{key}={value}" for key, value in known.items())])
-    log.log(level, "%s", text, extra={"lease_event": event, **known})
 
 
 def tell(signal: Signal, sender: object, ref: LeaseRef, **facts: Any) -> None:
@@ -145,9 +135,3 @@ def turned_away(task_id: str, *, reason: str, owner: str | None, lease_until: ob
         owner=owner,
         lease_until=lease_until,
     )
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, datetime):
-        return value.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    return value

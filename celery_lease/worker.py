@@ -20,6 +20,7 @@ from celery_lease.broker import broker_of
 from celery_lease.database import Database
 from celery_lease.desk import Desk
 from celery_lease.exceptions import DatabaseUnavailable
+from celery_lease.logbook import line
 from celery_lease.options import app_settings, leased_tasks, settings_of
 from celery_lease.store import check_schema
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ("LeaseConsumer", "LeaseWorker", "install")
 
-log = logging.getLogger("celery_lease")
 
 #: Seconds between two looks for children that have died.
 _LOOK = 0.2
@@ -76,7 +76,7 @@ class LeaseWorker(bootsteps.StartStopStep):
             check_schema(database)
         except DatabaseUnavailable as exc:
             # Ordinary tasks go on; leased ones wait until the database is back.
-            log.warning("lease_database_unavailable_at_start detail=%s", exc.detail)
+            line(logging.WARNING, "lease_database_unavailable_at_start", detail=exc.detail)
         finally:
             database.dispose()
         _warn_of_hoarding(worker, settings)
@@ -104,11 +104,12 @@ def _warn_of_hoarding(worker: Any, settings: Settings) -> None:
     if seconds is None or worker.prefetch_multiplier == 1:
         return
     if seconds > settings.duration + settings.reaper_interval:
-        log.warning(
-            "prefetched_messages_wait_for_broker worker_prefetch_multiplier=%s"
-            " visibility_timeout=%g expected=worker_prefetch_multiplier=1",
-            worker.prefetch_multiplier,
-            seconds,
+        line(
+            logging.WARNING,
+            "prefetched_messages_wait_for_broker",
+            worker_prefetch_multiplier=worker.prefetch_multiplier,
+            expected=1,
+            visibility_timeout=f"{seconds:g}",
         )
 
 

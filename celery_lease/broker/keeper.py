@@ -12,12 +12,12 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from celery_lease.logbook import line
+
 if TYPE_CHECKING:
     from celery_lease.broker.plain import Broker
 
 __all__ = ("VisibilityKeeper",)
-
-log = logging.getLogger("celery_lease")
 
 
 class Trusted(Protocol):
@@ -84,6 +84,5 @@ class VisibilityKeeper:
         try:
             self.broker.extend(tags)
         except Exception as exc:  # noqa: BLE001 - the lease turns copies away, this only saves work
-            log.warning(
-                "visibility_not_extended messages=%s error=%s", len(tags), type(exc).__name__
-            )
+            error = type(exc).__name__
+            line(logging.WARNING, "visibility_not_extended", messages=len(tags), error=error)

@@ -35,6 +35,7 @@ from celery.exceptions import ImproperlyConfigured
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import OperationalError
 
+from celery_lease.exceptions import SchemaOutdated
 from celery_lease.migrations import v01
 from celery_lease.schema import SCHEMA_VERSION
 
@@ -88,6 +89,9 @@ def up(target: Any, version: int = SCHEMA_VERSION, *, schema: str | None = None)
             ``alembic.op`` (its offline mode emits every step).
         version: The last step to run.
         schema: Database schema of the tables.
+
+    Raises:
+        SchemaOutdated: A later release has made the tables.
     """
     _check_version(version)
     connection = _connection(target)
@@ -97,6 +101,8 @@ def up(target: Any, version: int = SCHEMA_VERSION, *, schema: str | None = None)
         return
     _lock(connection)
     found = current_version(connection, schema=schema)
+    if found > SCHEMA_VERSION:
+        raise SchemaOutdated(found, SCHEMA_VERSION)
     for statement in _all_steps(connection.dialect.name, schema, found, version):
         connection.exec_driver_sql(statement)
 

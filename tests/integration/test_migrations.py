@@ -17,6 +17,7 @@ from harness.leases import held, open_store
 from sqlalchemy import Engine
 
 from celery_lease import migrations
+from celery_lease.exceptions import SchemaOutdated
 from celery_lease.schema import SCHEMA_VERSION, tables
 from celery_lease.store import check_schema
 
@@ -177,3 +178,16 @@ def test_sqlite_gets_its_write_ahead_log(tmp_path_factory: pytest.TempPathFactor
     migrations.upgrade(engine)
     with engine.connect() as connection:
         assert "wal" == connection.exec_driver_sql("PRAGMA journal_mode").scalar()
+
+
+def test_tables_of_a_later_release_are_left_alone(empty_database: str) -> None:
+    """This release would not know what it works on."""
+    engine = sqlalchemy.create_engine(empty_database)
+    migrations.upgrade(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE celery_lease_version SET version = 9")
+    with pytest.raises(SchemaOutdated, match="9"):
+        migrations.upgrade(engine)
+    with engine.begin() as connection:
+        assert 9 == migrations.current_version(connection)
+    engine.dispose()
