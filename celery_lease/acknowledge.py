@@ -25,6 +25,9 @@ __all__ = ("Acknowledgements",)
 _WINDOW = 0.01
 #: So many do not wait.
 _MOST = 64
+#: Tries, and seconds between them: a connection may have been cut, and another is there at once.
+_TRIES = 3
+_PAUSE = 1.0
 
 
 class Acknowledgements:
@@ -32,7 +35,9 @@ class Acknowledgements:
 
     def __init__(self) -> None:
         self._channel: Any = None
+        self._hub: Any = None
         self._tags: list[str] = []
+        self._failures = 0
 
     def add(self, message: Any, hub: Any) -> bool:
         """Acknowledge a message soon.
@@ -50,6 +55,7 @@ class Acknowledgements:
         if channel is not self._channel:
             self.flush()
             self._channel = channel
+        self._hub = hub
         self._tags.append(tag)
         if len(self._tags) == 1:
             hub.call_later(_WINDOW, self.flush)
@@ -58,12 +64,25 @@ class Acknowledgements:
         return True
 
     def flush(self) -> None:
-        """Acknowledge what waits; what fails is delivered again, and turned away."""
+        """Acknowledge what waits; what fails for good is delivered again, and turned away."""
         tags, self._tags = self._tags, []
         if not tags:
             return
         try:
             acknowledge_all(self._channel, tags)
+            self._failures = 0
         except Exception as exc:  # noqa: BLE001 - the loop finds out by itself that the broker is gone
+            self._failures += 1
             error = type(exc).__name__
             line(logging.WARNING, "not_acknowledged", messages=len(tags), error=error)
+            if self._failures < _TRIES:
+                self._tags[:0] = tags
+                self._hub.call_later(_PAUSE, self.flush)
+            else:
+                self._failures = 0
+
+    def leave(self) -> None:
+        """The connection is going: what cannot be acknowledged now never will be."""
+        self._failures = _TRIES
+        self.flush()
+        self._failures = 0

@@ -39,7 +39,8 @@ __all__ = ("Database",)
 
 _CONNECT_TIMEOUT = 5
 #: Serialization failure, deadlock, and a prepared statement older than the tables.
-_CONFLICTS = ("40001", "40P01", "0A000")
+_STALE_PLAN = "0A000"
+_CONFLICTS = ("40001", "40P01", _STALE_PLAN)
 _CONFLICT_RETRIES = 3
 #: Read-only: a standby after a failover.
 _UNAVAILABLE_STATES = ("25006",)
@@ -209,6 +210,9 @@ class Database:
             except self._driver.Error as error:
                 if _state(error) in _CONFLICTS and conflicts < _CONFLICT_RETRIES:
                     conflicts += 1
+                    if _state(error) == _STALE_PLAN:
+                        # So are the plans of the other connections.
+                        connections.close_idle(-1.0)
                 elif not new and self._is_disconnect(error):
                     # One is dead, so the others that lay there are suspect: begin anew.
                     connections.close_idle(-1.0)

@@ -42,6 +42,8 @@ Then = Callable[[Any], None]
 
 #: Seconds in which a clerk finishes its jobs after its worker has ended.
 _LAST_JOBS = 5.0
+#: Bytes that may wait for a clerk that does not read.
+_MOST_UNSENT = 1_000_000
 #: Seconds between two clerks.
 _PAUSE = 2.0
 #: Seconds after which a claim without an answer is no longer part of the same fault.
@@ -73,7 +75,7 @@ class Desk:
         self._pid = 0
         self._engaged_at = 0.0
         self._socket: socket.socket | None = None
-        self._read = b""
+        self._read = self._unsent = b""
         #: What a thread reads, where there is no event loop.
         self._reader: socket.socket | None = None
 
@@ -93,7 +95,7 @@ class Desk:
     def leave(self) -> None:
         """The consumer's connection is going: its acknowledgements wait no longer."""
         self.consumer = None
-        self._acknowledgements.flush()
+        self._acknowledgements.leave()
 
     def without_answer(self) -> float:
         """Note that a claim got no answer, and return for how long that has been so, in seconds."""
@@ -153,6 +155,8 @@ class Desk:
 
     def look(self) -> None:
         """Engage another clerk if the process of this one has ended, but not in a hot loop."""
+        with contextlib.suppress(OSError):
+            self._push()
         if self._socket is None or time.monotonic() < self._engaged_at + _PAUSE:
             return
         if _has_ended(self._pid):
@@ -174,14 +178,22 @@ class Desk:
     def _send(self, job: dict[str, Any]) -> None:
         self.look()
         try:
-            if self._socket is None:
-                raise BrokenPipeError("no clerk")
-            self._socket.send(json.dumps(job).encode() + b"\n")
+            if self._socket is None or len(self._unsent) > _MOST_UNSENT:
+                raise BrokenPipeError("no clerk that reads")
+            self._unsent += json.dumps(job).encode() + b"\n"
+            self._push()
         except OSError as exc:
             # The lease expires by itself, and a reaper finds it.
             error = type(exc).__name__
             line(logging.WARNING, "clerk_not_reached", work=job["work"], error=error)
             self._then.pop(job["number"], None)
+
+    def _push(self) -> None:
+        """Write what the socket takes; the rest of a line follows with the next look."""
+        if self._socket is None or not self._unsent:
+            return
+        with contextlib.suppress(BlockingIOError):
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def _on_readable(self, *_: Any) -> None:
         try:
@@ -225,7 +237,8 @@ class Desk:
                 os._exit(0)
         its.close()
         mine.setblocking(False)
-        old, self._socket, self._pid, self._read = self._socket, mine, pid, b""
+        old, self._socket, self._pid = self._socket, mine, pid
+        self._read = self._unsent = b""
         if old is not None:
             old.close()
         # Else a child that is forked later would keep the clerk from seeing the end of this process.

@@ -147,6 +147,8 @@ class Execution:
         except Exception as exc:
             self._ended_by(hold, exc)
             raise
+        if self.handed_on:
+            raise self._too_late(hold, "result")
         self._finish(hold, "succeeded", encoded)
         return result
 
@@ -160,10 +162,8 @@ class Execution:
         if self.handed_on:
             if isinstance(exc, (Retry, Ignore, Reject)):
                 return
-            # A soft time limit, or cleaning up that failed: the next message is on its way.
-            error = type(exc).__name__
-            report.line(logging.WARNING, "failed_too_late", job=hold.ref.task_id, error=error)
-            raise LeaseNotGranted(hold.ref.task_id, None, None, "superseded", True) from exc
+            # A soft time limit, or cleaning up that failed.
+            raise self._too_late(hold, type(exc).__name__) from exc
         if isinstance(exc, LeaseLost) or (isinstance(exc, TaskCancelled) and hold.cancel_reason):
             self._broken_off(hold, exc)
         elif isinstance(exc, Retry):
@@ -176,6 +176,11 @@ class Execution:
             self._finish(hold, "failed", outcome.encode_error(self.task, exc), announced=True)
         else:
             self._finish(hold, "failed", outcome.encode_error(self.task, exc))
+
+    def _too_late(self, hold: TaskHold, outcome: str) -> LeaseNotGranted:
+        """The next message is on its way, and its outcome alone counts."""
+        report.line(logging.WARNING, "ended_too_late", job=hold.ref.task_id, outcome=outcome)
+        return LeaseNotGranted(hold.ref.task_id, None, None, "superseded", True)
 
     def _broken_off(self, hold: TaskHold, exc: Exception) -> None:
         if isinstance(exc, TaskCancelled) and hold.status != "lost":

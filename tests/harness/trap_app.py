@@ -5,6 +5,7 @@ Worker processes import it: `crew.start(app="harness.trap_app")`; the test sends
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Task, chord, group
+from celery.exceptions import Retry
 from celery.signals import before_task_publish
 
 from celery_lease import LeasedTask, current_lease
@@ -63,6 +65,10 @@ def spoiled(self: Any, how: str) -> int:
     """Hand the lease on, then fail: what a context manager does that fails on the way out."""
     if self.request.retries:
         return int(self.request.retries)
+    if how == "swallow":
+        with contextlib.suppress(Retry):
+            self.retry(countdown=0.5)
+        return -1
     try:
         if how == "replace":
             self.replace(app.tasks["sum_up_plainly"].s([1]))
