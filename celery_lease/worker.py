@@ -57,6 +57,7 @@ class LeaseWorker(bootsteps.StartStopStep):
             for task in leased_tasks(worker.app):
                 settings_of(task)
                 _check_request(task)
+            _hold_no_more_than_runs(worker)
             # Imports the driver; connects nowhere.
             assert Database(settings.url, settings.engine_options).engine is not None  # noqa: S101
 
@@ -93,6 +94,20 @@ class LeaseWorker(bootsteps.StartStopStep):
 
     def terminate(self, worker: Any) -> None:
         """As :meth:`stop`."""
+
+
+def _hold_no_more_than_runs(worker: Any) -> None:
+    """Receive no message that cannot begin, where a dead worker's come back late.
+
+    Only where the user has not chosen a multiplier: Celery's default is four.
+    """
+    conf = worker.app.conf
+    default = worker.prefetch_multiplier == conf.worker_prefetch_multiplier
+    chosen = any(
+        "prefetch_multiplier" in str(key).lower() for layer in conf.maps[:-1] for key in layer
+    )
+    if default and not chosen and broker_of(worker.app).returns_after() is not None:
+        worker.prefetch_multiplier = 1
 
 
 def _warn_of_hoarding(worker: Any, settings: Settings) -> None:
