@@ -190,14 +190,20 @@ def _relay_all_but_ready(listener: socket.socket, server: socket.socket, marker:
     """Forward a connection, and close it before the end of the answer that holds the marker."""
     client, _ = listener.accept()
     with client, server:
-        answer = b""
+        answer, logged_in = b"", False
         while True:
             ready, _, _ = select.select([client, server], [], [])
             if client in ready:
                 server.sendall(client.recv(65536))
             if server in ready:
                 answer += server.recv(65536)
-                if not answer.endswith(READY_FOR_QUERY):
+                whole = answer.endswith(READY_FOR_QUERY)
+                if not logged_in:
+                    # A password takes several answers, and none of them ends so.
+                    logged_in = whole
+                    client.sendall(answer)
+                    answer = b""
+                if not whole or not answer:
                     continue
                 if marker in answer:
                     client.sendall(answer.removesuffix(READY_FOR_QUERY))
